@@ -1,12 +1,12 @@
 """Accuracy of several systems on the same prompts, each paired with the first one.
 
-A system is an engine configuration; what it answers is judged as `experiments.evaluate` judges it:
-right answers, the log-probability of the reference answers, and how far the distributions along
-them are from the first system's.
+A system is an engine configuration. Its answers are scored as in `experiments.evaluate`:
+right answers, the log-probability of the reference answers, and the divergence of the
+next-token distributions along the reference answers from the first system's.
 
-A study takes long. Answers are kept in its folder (`lib/kept_answers.py`): a later run there does
-not ask a system the same again, unless the sources that ask, answer and grade, the inputs, or JAX's
-version have changed.
+A study takes long, so answers are kept in its folder (`lib/kept_answers.py`). A later run in that
+folder reuses an answer unless the inputs, JAX's version, or the sources that make prompts, answer
+and grade have changed.
 """
 
 import dataclasses
@@ -32,24 +32,24 @@ from paged.config import EngineConfig
 from paged.tensor_parallel import Shards
 
 PAGE_SIZE = 64
-PARTS = 5  # of the prompts, by index: their deviation
-# What is drawn of `Row`: the bounds of its interval, and what it is.
+PARTS = 5  # parts of the prompts, by index, for `Row.deviation`
+# Field of `Row` to draw: (field of the lower bound, field of the upper bound, axis label).
 MEASURES = {
     "difference": ("difference_low", "difference_high", "right answers, points to dense"),
     "logprob_difference": ("logprob_low", "logprob_high", "log-probability, to dense"),
     "divergence": ("divergence_low", "divergence_high", "divergence from dense (nats)"),
 }
 Systems = Mapping[str, EngineConfig]
-# Of small runs, whose time is that of compilations: a system has one program for prompts between
-# 512 and 1,024 tokens, and one for the tokens of answers.
+# Compilation dominates small runs. With these flags a system compiles two programs: one for
+# prefills of 512 to 1,024 tokens, and one for decode steps.
 QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
-# Of flags and rows, which systems are paired with which others beside the first one.
+# (flags, rows) -> pairs of systems to compare, beside those with the first system.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
 class AccuracyFlags(ModelFlags):
-    """A study gives `tasks`, `contexts` and `num_prompts` defaults of its own."""
+    """Each study sets its own defaults of `tasks`, `contexts` and `num_prompts`."""
 
     tasks: tuple[str, ...] = flag(("needle",), "tasks of experiments/tasks/tasks.py")
     contexts: tuple[int, ...] = flag((1024,), "prompt and answer, in tokens")
@@ -64,17 +64,25 @@ class AccuracyFlags(ModelFlags):
 
     @property
     def longest(self) -> int:
-        """The longest context, in whole pages."""
+        """The longest context in tokens, rounded up to whole pages."""
         return -(-max(self.contexts, default=256) // PAGE_SIZE) * PAGE_SIZE
 
 
 @dataclass(frozen=True)
 class Row:
-    """A system on the prompts of a task and context, or on all. score, difference: in percent and
-    points. log-probabilities: of the answers, by token. divergence: in nats by token. Differences
-    are to `reference`, with the bounds of the paired 95 % bootstrap interval. deviation: of the
-    scores of PARTS parts of the prompts. kv_memory_fraction, high, low, top, kv_read_fraction:
-    means of `kv_held.Held`; None where sequences keep and read all, as it is."""
+    """A system on the prompts of one task and context, or on all prompts.
+
+    Differences are to the system `reference`. Each has the bounds, _low and _high, of its paired
+    95 % bootstrap interval.
+
+    score: right answers, in percent.
+    deviation: standard deviation of `score` over PARTS parts of the prompts.
+    difference: of `score`, in points.
+    logprob: log-probability of the reference answers, per token.
+    divergence: from `reference`, in nats per token.
+    kv_memory_fraction, high, low, top, kv_read_fraction: means of the fields of `kv_held.Held`;
+        None under a policy that keeps all tokens unchanged.
+    """
 
     system: str
     reference: str
@@ -101,7 +109,7 @@ class Row:
 
 
 def rows_of(system: str, found: Evaluation, reference: str, other: Evaluation) -> list[Row]:
-    """Each task and context, and all together, paired with what another system answered."""
+    """A row for each task and context, and one for all, paired with the answers of `reference`."""
     return [_row(system, reference, each, found) for each in accuracies(found, other)]
 
 
@@ -124,19 +132,19 @@ def _row(system: str, reference: str, of: Accuracy, found: Evaluation) -> Row:
 
 
 def pooled(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of each system, all prompts together, paired with the first system."""
+    """Each system's row over all prompts, paired with the first system."""
     first = [row for row in rows if row.reference == rows[0].system]
     alone = {row.system for row in first if sum(r.system == row.system for r in first) == 1}
     return {row.system: row for row in first if row.task == ALL or row.system in alone}
 
 
 def pairs(rows: Sequence[Row]) -> list[Row]:
-    """All prompts together, of systems paired with another than the first one."""
+    """Rows of systems that are paired with a system other than the first, over all prompts."""
     return [row for row in rows if row.reference != rows[0].system]
 
 
 def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
-    """An engine for the prompts of the flags. Raises ValueError for what cannot work."""
+    """The configuration of an engine for the flags' prompts. Raises ValueError if it is invalid."""
     common = {
         "page_size": PAGE_SIZE, "max_model_len": flags.longest, "max_num_seqs": flags.at_once,
         "kv_cache_tokens": (flags.at_once + 1) * flags.longest, "max_num_batched_tokens": 1024,
@@ -145,8 +153,8 @@ def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
 
 
 def whole_prompts(flags: AccuracyFlags) -> dict[str, Any]:
-    """Fields of an engine that takes one whole prompt a step, and few sequences at once: few
-    programs to compile."""
+    """EngineConfig fields for one whole prompt a step and few sequences at once, so that few
+    programs are compiled."""
     most = min(8, flags.at_once)
     return {
         "max_num_seqs": most, "max_prefills_per_step": 1, "max_num_batched_tokens": flags.longest,
@@ -155,7 +163,8 @@ def whole_prompts(flags: AccuracyFlags) -> dict[str, Any]:
 
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
-    """The prompts, by task and context. Raises ValueError for what cannot be asked or run."""
+    """The prompts, by task and context. Raises ValueError if one does not fit, or if a system
+    cannot run the model."""
     model = checkpoint.load_config(flags.model)
     for config in systems.values():
         shards = Shards(model, config.tensor_parallel, dtype=flags.dtype)
@@ -172,8 +181,8 @@ def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
 def answered[F: AccuracyFlags](
     flags: F, run: Run, make: Callable[[F], Systems]
 ) -> Iterator[tuple[str, Evaluation]]:
-    """What each system of `make` answers, the first one's first; ends early if the run is to. What
-    was answered before is not asked again."""
+    """The answers of each system of `make`, in order. Kept answers are reused. Ends early when the
+    run is stopped."""
     systems = make(flags)
     problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
     how = flags.dtype, flags.seed, flags.attention_implementation, flags.match
@@ -205,7 +214,7 @@ def answered[F: AccuracyFlags](
 def measured[F: AccuracyFlags](
     make: Callable[[F], Systems], compare: Compare = lambda flags, rows: ()
 ) -> Callable[[F, Run], Iterator[Row]]:
-    """A study's `measure`: rows of all systems."""
+    """A study's `measure`, which yields the rows of all systems."""
 
     def measure(flags: F, run: Run) -> Iterator[Row]:
         found: dict[str, Evaluation] = {}
@@ -223,7 +232,7 @@ def measured[F: AccuracyFlags](
 
 
 def checked[F: AccuracyFlags](make: Callable[[F], Systems]) -> Callable[[F], None]:
-    """A study's `check`: raises ValueError for systems or prompts that cannot be."""
+    """A study's `check`, which raises ValueError for invalid systems or prompts."""
 
     def check(flags: F) -> None:
         problems_of(flags, make(flags))
@@ -232,7 +241,7 @@ def checked[F: AccuracyFlags](make: Callable[[F], Systems]) -> Callable[[F], Non
 
 
 def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
-    """A line a system, and a pair of systems, over all prompts."""
+    """A line for each system and for each pair of systems, over all prompts."""
     lines = [
         f"{'of all prompts':<34} {'right %':>8} {'points (95 % interval)':>26} "
         f"{'log-probability (interval)':>32} {'divergence':>11} {'memory':>7} {'high %':>7} "
@@ -257,7 +266,7 @@ def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
 def draw_measures(
     figure: Figure, lines: Mapping[str, Mapping[int, Row]], xlabel: str, legend: str
 ) -> None:
-    """All measures beside each other, each over x: by label, a line."""
+    """All MEASURES side by side, over x. lines: label -> {x: row}."""
     for axes, measure in zip(figure.subplots(1, len(MEASURES)), MEASURES):
         _draw_lines(axes, lines, measure)
         axes.set_xscale("log", base=2)
@@ -266,7 +275,7 @@ def draw_measures(
 
 
 def _draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str) -> None:
-    """A line for each label, over x, of a measure of `Row` with its interval."""
+    """One measure of `Row` over x with its interval, a line for each label."""
     low, high, label = MEASURES[measure]
     for name, points in lines.items():
         values = np.array([
@@ -290,8 +299,10 @@ def study[F: AccuracyFlags](
     paper: Mapping[str, float | tuple[float, float]] = MappingProxyType({}),
     size: tuple[float, float] = (11, 4.5), needs: str = "", command: str = "",
 ) -> Study[F, Any]:  # fmt: skip
-    """A study of what these systems answer, on a model that is smaller than the paper's. measure:
-    for other rows than those of `measured`. The rest is as in `Study` and in `measured`."""
+    """A study of the accuracy of the systems of `make`, on a model smaller than the paper's.
+
+    measure: replaces `measured`. The other parameters are those of `Study` and `measured`.
+    """
     return Study(
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
         setting=Setting(here, differs, "reduced"), flags=flags,

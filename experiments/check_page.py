@@ -3,11 +3,15 @@
     make check-page
     python -m experiments.check_page --policy=lserve
 
-Starts the server and requests at --request_rate, opens the page in a browser that reaches no other
-machine, and asks whether it shows what the server does: rates, requests, the memory map; whether
-its scripts had errors; and whether it shows an idle server once all has been served. Needs Chromium
-(Debian's package `chromium`). The exit status is 1 if anything is missing. Writes to --output_dir:
-page.png, server.log, report.json and summary.json.
+Starts the server, sends requests at --request_rate, and opens the page in a browser that cannot
+reach other machines. Checks that
+
+- the page shows rates, requests and the memory map while the server is busy;
+- the page shows an idle server after the last request;
+- the page's scripts have no errors.
+
+Needs Chromium (Debian's package `chromium`). The exit status is 1 if a check fails. Writes to
+--output_dir: page.png, server.log, report.json and summary.json.
 """
 
 import asyncio
@@ -33,10 +37,10 @@ with extra("test"):
     from playwright.sync_api import Page, TimeoutError, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-# Whatever is not on this machine is not found.
+# Host names other than 127.0.0.1 do not resolve.
 ALONE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 WIDTH, HEIGHT = 1180, 1000
-SHOWN_S = 30.0  # at most, until something that happens is shown
+SHOWN_S = 30.0  # longest wait until the page shows a state
 TILE = "+[...document.querySelectorAll('.tile')].find(t => t.textContent.includes('{}'))"
 NUMBER = TILE + ".querySelector('b').textContent.replace(/[^0-9.]/g, '')"
 PAINTED = (
@@ -67,7 +71,7 @@ class PageFlags(ExecutorFlags):
 
 
 def browser_path() -> str:
-    """Raises ValueError where there is none."""
+    """The path of a browser. Raises ValueError if none is on the PATH."""
     found = next((found for name in NAMES if (found := shutil.which(name))), None)
     if found is None:
         raise ValueError(
@@ -78,7 +82,7 @@ def browser_path() -> str:
 
 
 def becomes_true(page: Page, expression: str) -> bool:
-    """Whether this JavaScript is true within `SHOWN_S`; what throws is not true yet."""
+    """Whether this JavaScript expression is true within `SHOWN_S`; one that throws is not true."""
     test = f"() => {{ try {{ return {expression}; }} catch {{ return false; }} }}"
     try:
         page.wait_for_function(test, timeout=1e3 * SHOWN_S)

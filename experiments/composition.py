@@ -1,17 +1,22 @@
-"""The matrix of what composes: every policy and preset with every feature of the engine.
+"""The composition matrix: every preset of a policy with every feature of the engine.
 
     python -m experiments.composition
     python -m experiments.composition --presets=lserve,diffkv --features=swapping,adapters
 
-A cell serves requests to a small random model whose pages are so few that the policy is at work. A
-cell works if every request has the tokens that it has alone, on the same policy without the
-feature; sequences that are sampled or searched must besides have the log-probabilities that their
-tokens have as known ones. A cell is refused if engine or request raise a ValueError, whose message
-it keeps. Features that change numbers, as 16-bit keys, are compared with themselves alone.
-Logits that lie closer than a rounding error are no difference.
+A cell serves requests on a small random model with few pages, so that the policy takes effect.
 
-Nearly all of the time is XLA's. So each step is padded to one of two shapes, and nothing is
-optimised. The program has two devices, for tensor parallelism. It writes matrix.md beside its rows.
+- works: every request gets the tokens that it gets when served alone, under the same policy without
+  the feature. Tokens of sampling and beam search must also have the log-probabilities that the same
+  tokens have as a forced output.
+- refused: the engine or a request raises ValueError. The cell keeps its message.
+- wrong: a check of tokens, log-probabilities, prefix hits or page owners fails.
+
+A feature that changes numerics, as 16-bit keys, is compared with requests served alone with that
+feature. Near ties of logits, within rounding error, do not count as differences.
+
+XLA's compilations take nearly all of the time. So each step is padded to one of two shapes, and XLA
+does not optimise. The program has two devices, for tensor parallelism. It writes matrix.md beside
+its rows.
 """
 
 import functools
@@ -46,7 +51,8 @@ WINDOWED = TINY.replace(model_type="mistral", qk_norm=False, sliding_window=24)
 OPT = ModelConfig(
     "opt", 61, 32, 48, 2, 4, 4, 8, 256, 1e-5, tie_word_embeddings=True, activation="relu"
 )
-# Six sequences fit into a step, three of the longest into memory; prompts of any length come whole.
+# A step holds six sequences, and memory three of the longest. Prompts of any length are prefilled
+# whole.
 BATCHES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "run_ahead": False}
 CHUNKS: dict[str, Any] = {"chunked_prefill": True, "max_num_batched_tokens": 24}
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=2)
@@ -57,7 +63,7 @@ MARKS = {WORKS: "●", REFUSED: "–", WRONG: "✗"}
 
 
 class Wrong(Exception):
-    """A cell whose tokens are others."""
+    """A check of a cell's outputs or pages fails."""
 
 
 @functools.cache
@@ -76,7 +82,7 @@ PROMPTS = prompts(40, 33, 21)
 
 
 class Bench:
-    """A preset with what a feature changes of model and configuration."""
+    """A preset with a feature's changes of model and configuration."""
 
     def __init__(self, preset: Preset, model: ModelConfig = TINY, **changes: Any):
         self.preset, self.model = preset, model
@@ -89,11 +95,11 @@ class Bench:
         return self.preset.engine_config(self.model, **(self.changes | changes))
 
     def engine(self, **changes: Any) -> Engine:
-        """A fresh one. Raises ValueError for what the preset refuses."""
+        """A fresh engine. Raises ValueError for a configuration that the preset refuses."""
         return padded(Engine.from_model(params_of(self.model), self.model, self.config(**changes)))
 
     def room(self, sequences: int) -> int:
-        """The fewest kv_cache_tokens that hold as many of the longest sequences."""
+        """The smallest kv_cache_tokens that hold `sequences` of the longest sequences."""
         sharded = ShardedModel.split(self.model)
         for tokens in range(64, 800, 8):
             try:
@@ -103,10 +109,10 @@ class Bench:
                     return tokens
             except ValueError:
                 pass
-        return CONFIG["kv_cache_tokens"]  # of what is refused
+        return CONFIG["kv_cache_tokens"]  # the preset refuses every size
 
     def variant(self, model: ModelConfig | None = None, **changes: Any) -> "Bench":
-        """The same preset with other arrays: what it computes is compared with itself alone."""
+        """The same preset with other numerics: its outputs are compared with its own alone."""
         key = repr((model, changes))
         if key not in self._variants:
             self._variants[key] = Bench(self.preset, model or self.model, **changes)
@@ -115,7 +121,7 @@ class Bench:
     def alone(
         self, how: SamplingParams, asked: Sequence[list[int]] = PROMPTS
     ) -> list[RequestOutput]:
-        """The outputs of requests that are served one after the other."""
+        """The outputs of requests served one after the other, cached by prompt and `how`."""
         missing = [prompt for prompt in asked if (*prompt, how) not in self._alone]
         engine = self.engine() if missing else None
         for prompt in missing:
@@ -124,13 +130,13 @@ class Bench:
         return [self._alone[*prompt, how] for prompt in asked]
 
     def company(self, how: SamplingParams, **changes: Any) -> Engine:
-        """Requests beside each other have the tokens that they have alone; the engine."""
+        """Check that requests served together have the tokens they have alone; the engine."""
         engine = self.engine(**changes)
         compare(engine.generate(PROMPTS, how), self.alone(how))
         return engine
 
     def known(self, outputs: Sequence[RequestOutput]) -> None:
-        """Sampled tokens have the log-probabilities that they have if they are known before."""
+        """Check that sampled tokens have the log-probabilities of the same tokens forced."""
         for output in outputs:
             for sequence in output.sequences:
                 forced = self.forced(output.prompt_tokens, sequence.tokens)
@@ -142,7 +148,7 @@ class Bench:
 
 
 def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> None:
-    """Raise Wrong unless all tokens are the same, up to the first near tie."""
+    """Raise Wrong unless all tokens are equal, up to the first near tie."""
     for a, b in zip(ours, theirs, strict=True):
         for s, t in zip(a.sequences, b.sequences, strict=True):
             pairs = zip(s.tokens, t.tokens)
@@ -155,20 +161,20 @@ def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> N
 
 
 def lead(entry: TokenLogprob) -> float:
-    """Of the best token over the second."""
+    """The lead of the best token's log-probability over the second's."""
     best, second = sorted(entry.top.values(), reverse=True)[:2]
     return best - second
 
 
 def close(ours: Sequence[TokenLogprob | None] | None, theirs: Any) -> None:
-    """Raise Wrong unless all log-probabilities are the same."""
+    """Raise Wrong unless all log-probabilities are equal, within SAME_LOGPROB."""
     pairs = [(a, b) for a, b in zip(ours or (), theirs, strict=True) if a is not None]
     far = max(abs(a.logprob - b.logprob) for a, b in pairs)
     if far > SAME_LOGPROB:
         raise Wrong(f"a log-probability differs by {far:.3g}")
 
 
-# The features: each raises ValueError if it is refused, Wrong if tokens are others.
+# The features: each raises ValueError if it is refused, Wrong if outputs differ.
 
 
 def company(bench: Bench) -> None:
@@ -176,7 +182,7 @@ def company(bench: Bench) -> None:
 
 
 def chunked_prompts(bench: Bench) -> None:
-    """Prompts in chunks have the tokens of whole ones."""
+    """Chunked prefill gives the tokens of whole prefill."""
     engine = bench.variant(**CHUNKS).engine()
     if not engine.config.chunked_prefill:
         raise ValueError(f"policy {bench.preset.policy!r} needs whole prompts")
@@ -236,8 +242,8 @@ def known_output(bench: Bench) -> None:
 
 
 def preempted(bench: Bench, mode: str) -> None:
-    """Twice as many as `company` has, of which some are preempted; in less memory, if a policy that
-    compresses much holds them all."""
+    """Serve twice the requests of `company`, until one is preempted. Memory shrinks from three
+    longest sequences to one, for policies that compress enough to hold all requests."""
     asked = PROMPTS * 2
     for sequences in (3, 2, 1):
         engine = bench.engine(preemption_mode=mode, kv_cache_tokens=bench.room(sequences))
@@ -270,7 +276,7 @@ def moving_between_engines(bench: Bench) -> None:
 
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:
-    """By their ids."""
+    """The outputs of all unfinished requests, by request id."""
     outputs: dict[str, RequestOutput] = {}
     while engine.has_unfinished():
         outputs |= {output.request_id: output for output in engine.step()}
@@ -296,8 +302,8 @@ def with_shared_prefix() -> list[list[int]]:
 
 
 def check_hits(engine: Engine, outputs: Sequence[RequestOutput]) -> None:
-    """Raises Wrong for prompts that should share a cached prefix and had none, and ValueError where
-    the policy lets no prompt of such length share one."""
+    """Raises Wrong if a prompt hit no cached prefix, and ValueError if the policy allows no prompt
+    of its length to share one."""
     can = engine.config.capabilities
     for output in outputs:
         if not can.shares(len(output.prompt_tokens)):
@@ -315,7 +321,8 @@ def prefix_caching(bench: Bench) -> None:
 
 
 def pinned_prefix(bench: Bench) -> None:
-    """Where prefixes are not cached, pinned ones may wait as the chunks of a prompt do."""
+    """Serve prompts after a pinned prefix. A policy that stages prompts in tiles keeps the pinned
+    prefix staged instead of in the prefix cache."""
     asked = with_shared_prefix()
     if bench.config().capabilities.staged_tile:
         bench = bench.variant(
@@ -331,7 +338,7 @@ def pinned_prefix(bench: Bench) -> None:
 
 
 def with_adapters(bench: Bench, *names: str | None) -> None:
-    """The device holds two at once."""
+    """Requests of several adapters in a batch; two adapter slots."""
     adapted, known = bench.variant(adapter_slots=2), sorted(filter(None, names))
     with tempfile.TemporaryDirectory() as folder:
         paths = {
@@ -411,7 +418,7 @@ class CompositionFlags(Flags):
 
 @dataclass(frozen=True)
 class Cell:
-    """reason: of a refusal, or what is wrong."""
+    """A preset with a feature. reason: message of a refusal or of Wrong."""
 
     preset: str
     feature: str
@@ -452,7 +459,7 @@ def values(_: CompositionFlags, cells: Sequence[Cell]) -> Values:
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """The matrix, a feature a line, with the refusals' reasons below it."""
+    """The matrix, a line for each feature, with the reasons below it."""
     names = list(dict.fromkeys(each.preset for each in cells))
     by_place = {(each.preset, each.feature): each for each in cells}
     notes: dict[str, int] = {}
@@ -508,7 +515,7 @@ STUDY = Study(
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    with tempfile.TemporaryDirectory() as cache:  # engines of equal programs are compiled once
+    with tempfile.TemporaryDirectory() as cache:  # equal programs are compiled once
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         STUDY.run()

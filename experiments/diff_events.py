@@ -1,11 +1,11 @@
-"""Name the first difference between the event logs of two runs, times apart.
+"""Report the first difference between the event logs of two runs, ignoring times.
 
     python -m experiments.diff_events results/a/events.jsonl results/b/events.jsonl
 
-Says which event differs, of which step or request, in which field, and both values; for the arrays
-of a step also whose row it is. Fields that end in _s are times. Exit status: 0 for the same
-schedule, page operations and tokens, 1 for a difference, 2 for any error, as with a file that is no
-event log, or one that was cut short.
+Prints the event that differs, its step or request, the field and both values; for arrays of a step
+also the slot and request of the row. Fields that end in _s are times. Log-probabilities are ignored
+too. Exit status: 0 if schedule, page operations and tokens are equal, 1 for a difference, 2 for any
+error, such as an invalid or truncated log.
 """
 
 import json
@@ -30,12 +30,14 @@ class DiffFlags(Flags):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two logs part.
+    """The first difference of two logs.
 
-    number: of the event, from 0. events: what both have there, None where a log has ended. field:
-    the field that differs and the place in it, as in "counts[2]" or "config.page_size"; empty where
-    a log has ended. values: what both have there. slot, request_id: of the row that differs, where
-    the log tells.
+    number: index of the event, from 0.
+    events: both logs' events at `number`; None for a log that has ended.
+    field: path of the field that differs, as "counts[2]" or "config.page_size"; empty where a log
+        has ended.
+    values: both values of the field.
+    slot, request_id: of the row that differs, if the log has them.
     """
 
     number: int
@@ -46,7 +48,7 @@ class Difference:
     request_id: str | None = None
 
     def describe(self, first: str = "A", second: str = "B") -> str:
-        """One line; first, second: what to call the logs."""
+        """The difference in one line. first, second: names of the logs."""
         where = f"event {self.number} (line {self.number + 1})"
         a, b = self.events
         if a is None or b is None:
@@ -66,8 +68,8 @@ class Difference:
 
 
 def untimed(event: Event) -> dict[str, Any]:
-    """An event as JSON has it, whether it comes from an engine or a file, without its times, and
-    without log-probabilities, which machines round each in its way."""
+    """An event of an engine or a file as JSON values, without times, and without log-probabilities,
+    whose rounding depends on the machine."""
     return {
         name: plain(value)
         for name, value in event.items()
@@ -76,7 +78,7 @@ def untimed(event: Event) -> dict[str, Any]:
 
 
 def first_difference(a: Sequence[Event], b: Sequence[Event]) -> Difference | None:
-    """Where the logs differ first in anything but times; None if nowhere."""
+    """The first difference of the logs in `untimed` events; None if there is none."""
     for number, events in enumerate(zip(a, b)):
         first, second = map(untimed, events)
         if first != second:
@@ -90,7 +92,7 @@ def first_difference(a: Sequence[Event], b: Sequence[Event]) -> Difference | Non
 
 
 def _inside(a: Any, b: Any) -> tuple[str, tuple[int, ...], tuple[Any, Any]]:
-    """Where unequal JSON values differ first: (path, its list indices, both values)."""
+    """The first difference of unequal JSON values: (path, its list indices, both values)."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(key for key in b if key not in a)]:
             values = a.get(key, ABSENT), b.get(key, ABSENT)
@@ -107,7 +109,7 @@ def _inside(a: Any, b: Any) -> tuple[str, tuple[int, ...], tuple[Any, Any]]:
 
 
 def _row_owner(log: Sequence[Event], number: int, row: int) -> tuple[int | None, str | None]:
-    """Slot and request of a row of the step that event `number` of the log is about."""
+    """Slot and request id of row `row` of the step of event `number`."""
     owners: dict[int, str] = {}
     for event in log[: number + 1]:
         if event["event"] == "admit":
@@ -119,7 +121,7 @@ def _row_owner(log: Sequence[Event], number: int, row: int) -> tuple[int | None,
 
 
 def _label(event: Event) -> str:
-    """What an event is called in a sentence."""
+    """An event's name in a message."""
     kind = str(event["event"])
     if "step" in event:
         return f"{kind} {event['step']}" if kind == "step" else f"{kind} of step {event['step']}"
@@ -150,7 +152,7 @@ def report(
 
 
 def incomplete(log: EventLog) -> str:
-    """What to add to what is said of a log of a run that was interrupted."""
+    """A note on a log whose run was interrupted; empty for a complete one."""
     return "" if log.complete else f" ({log.path} is of a run that was interrupted there)"
 
 

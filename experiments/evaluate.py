@@ -3,14 +3,17 @@
 python -m experiments.evaluate --model=bundled --tasks=needle,chain --contexts=256,1024
 python -m experiments.evaluate --model=my_checkpoint --problems=longbench.jsonl --match=f1
 
-Beside exact answers it reports the log-probability of the reference answers (see lib/reference.py).
-Problems come from files, where --problems names some (see tasks/files.py), and are scored by
---match; or they are our own tasks, whose prompts are a function of task, context and --seed alone.
-So two runs (two models, two policies) answer the same ones: `--compare_with=<prompts.csv of the
-other run>` gives paired differences, and the divergence of the distributions along the answers from
-the other run's, for each setting and for all together. Writes to --output_dir: accuracy.csv,
-prompts.csv (each answer), distributions.npz, accuracy.png, report.json and summary.json. Ctrl-C
-ends it after the setting that runs: those that were answered are written, and marked as partial.
+Reports the score of the answers, and the log-probability of the reference answers (see
+lib/reference.py). Problems come from the files that --problems names (see tasks/files.py), scored
+by --match. Without --problems they come from our own tasks, whose prompts depend on task, context
+and --seed alone, so that two runs (two models, two policies) answer the same prompts.
+`--compare_with=<prompts.csv of the other run>` adds paired differences, and the divergence of the
+distributions along the reference answers from the other run's, for each setting and for all
+together.
+
+Writes to --output_dir: accuracy.csv, prompts.csv (each answer), distributions.npz, accuracy.png,
+report.json and summary.json. Ctrl-C ends the run after the current setting: finished settings are
+written, and marked as partial.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +39,7 @@ from paged.requests.sampling_params import SamplingParams
 
 DEFAULT_TASKS = [task for task in tasks.TASKS if task != "story"]
 EXACT_TASKS = [*DEFAULT_TASKS, *tasks.HARD_TASKS]
-MOST_PROMPTS = 10_000  # of a task and context: all are made before the first is answered
+MOST_PROMPTS = 10_000  # per task and context: all are in memory before the first is answered
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class EvaluateFlags(ModelFlags):
 def settings(
     names: Sequence[str], contexts: Sequence[int], config: EngineConfig
 ) -> list[tuple[str, int]]:
-    """All (task, context) to evaluate, each once; ValueError for one that cannot be."""
+    """All (task, context) to evaluate, each once; ValueError for an invalid task or context."""
     for name in names:
         if name not in EXACT_TASKS:
             raise ValueError(f"unknown task {name!r}; allowed: {', '.join(EXACT_TASKS)}")
@@ -91,7 +94,7 @@ def evaluate(
 
     match: a name in `files.MATCHES`.
     found: evaluation that answers are added to, a setting at a time.
-    measure_memory: whether to record what sequences held; it clears the engine's events.
+    measure_memory: whether to record the KV memory of sequences; clears the engine's events.
     """
     found, score = Evaluation() if found is None else found, files.MATCHES[match]
     total = sum(map(len, problems.values()))
@@ -126,7 +129,7 @@ def evaluate(
 
 
 def table(rows: Sequence[Accuracy]) -> str:
-    """Markdown: a line a task, a column a context, accuracy in percent with its interval."""
+    """Markdown: accuracy in percent with its interval, by task (lines) and context (columns)."""
     single = [row for row in rows if row.task != ALL]
     contexts = sorted({row.context for row in single})
     cells = {(r.task, r.context): f"{100 * r.score:.1f} ({100 * r.low:.0f}–{100 * r.high:.0f})"
@@ -159,7 +162,7 @@ def _shown(interval, digits: str) -> str:
 
 
 def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
-    """Accuracy over context, a line a task, with its interval."""
+    """Accuracy over context with its interval, a line for each task."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -183,7 +186,7 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
 
 
 def summary(rows: Sequence[Accuracy]) -> dict[str, float]:
-    """Flat numbers: of each setting, and without a context of all together."""
+    """Flat numbers: NAME_TASK_CONTEXT of each setting, and NAME_all of all settings together."""
     numbers: dict[str, float] = {}
     for row in rows:
         at = ALL if row.task == ALL else f"{row.task}_{row.context}"
@@ -197,7 +200,7 @@ def summary(rows: Sequence[Accuracy]) -> dict[str, float]:
 def write(
     folder: Path, rows: Sequence[Accuracy], found: Evaluation, facts: Mapping
 ) -> list[OSError]:
-    """All files of an evaluation; what could not be written."""
+    """Write all files of an evaluation; the errors of files that could not be written."""
     environment = run_record.describe_environment()
     facts = {**facts, "accuracy": rows, **environment}
     return run_record.write_all([
@@ -211,7 +214,7 @@ def write(
 
 
 def problems_of(flags: EvaluateFlags) -> Problems:
-    """What the flags ask for. Raises ValueError for what cannot be, by file and line."""
+    """The problems of the flags. Raises ValueError for an invalid problem, with file and line."""
     tokenizer, config = load_tokenizer(flags.model), flags.engine
     if flags.problems:
         return files.read_problems(

@@ -5,13 +5,13 @@
 
 --data: a folder of MODEL-GPU-layer-times.csv, see experiments/lib/layer_times.py. --fixed keeps the
 constants of paged/simulator/cost_model.py, and only computes their error on these times: a test on
-a GPU that they were not fitted to. Without it the constants are fitted anew, and printed in the
-form of that file.
+a GPU that they were not fitted to. Without --fixed the constants are fitted anew, and printed in
+the form of that file.
 
-Every measured batch counts in the error; the fit looks at one of each quarter of an octave. An
-error is |predicted / measured - 1|, a layer the sum of the ops that were measured. Beside it stands
-the roofline: the longer of reading a layer's weights at 61 % of the bandwidth, and its FLOPs at
-70 % of the peak, without starts and waves.
+Every measured batch counts in the error; the fit uses one batch of each quarter octave of tokens.
+An error is |predicted / measured - 1|. A layer's time is the sum of its measured ops. For
+comparison, a roofline: the longer of reading a layer's weights at 61 % of the bandwidth and
+computing its FLOPs at 70 % of the peak, without launch times and waves.
 
 Writes to --output_dir: errors.csv (by model, GPUs, op and batch), cost_model.png, report.json,
 summary.json (layer_error, product_error: means over all batches; roofline_layer_error).
@@ -35,7 +35,7 @@ from paged.simulator.cost_model import FITTED, Fitted, Op, Product
 from paged.simulator.machines import MACHINES, Machine, machine
 
 LAYER = "layer"
-RESTARTS, STEPS = 5, 3000  # of the simplex search: it needs no derivatives, which waves lack
+RESTARTS, STEPS = 5, 3000  # of the simplex search; waves have no derivatives for another method
 ROOFLINE = (0.61, 0.70)
 BATCHES = (1, 16, 128, 1024, 2**31)  # bounds of the groups that errors are reported for
 
@@ -49,10 +49,11 @@ class FitFlags(Flags):
 
 @dataclass(frozen=True)
 class Error:
-    """The error of an op, or of the layer.
+    """The error of an op, or of the layer, over a group of batches.
 
-    batch: least tokens of the batches that are averaged over.
-    count: number of these batches.
+    batch: least tokens of a batch in the group.
+    count: batches in the group.
+    error, roofline_error: mean |predicted / measured - 1|; roofline_error of the layer alone.
     ratio: median of predicted over measured.
     """
 
@@ -67,8 +68,8 @@ class Error:
 
 
 def fit(measured: Sequence[LayerTimes], on: Machine) -> Fitted:
-    """The constants with the least mean |log(predicted / measured)|. Products and pointwise ops,
-    which share no constant, are fitted apart."""
+    """The constants with the least mean |log(predicted / measured)|. Matrix products and pointwise
+    ops share no constant and are fitted separately."""
     start = asdict(FITTED)
     thinned = [times.thinned() for times in measured]
     for is_product in (True, False):
@@ -94,7 +95,8 @@ def _loss(
     ops: Sequence[tuple[Op, np.ndarray]], names: Sequence[str], others: dict[str, float],
     on: Machine, logs: np.ndarray,
 ) -> float:  # fmt: skip
-    """Mean error of ops with measured log-seconds, if constants `names` have these logarithms."""
+    """Mean |log(predicted / measured)| of (op, measured log-seconds), for constants `names` with
+    the logarithms `logs`."""
     by = Fitted(**{**others, **dict(zip(names, np.exp(logs).tolist(), strict=True))})
     found = [np.abs(np.log(op.seconds(on, by)) - seconds) for op, seconds in ops]
     return float(np.concatenate(found).mean())
@@ -104,14 +106,14 @@ _OF_PRODUCTS = ("compute", "memory", "start_s", "waves", "overlap", "small_tiles
 
 
 def ratios(times: LayerTimes, on: Machine, by: Fitted) -> dict[str, np.ndarray]:
-    """Predicted over measured, [n], of each op and of the layer."""
+    """Predicted over measured time, [n], of each op and of the layer."""
     predicted = {name: op.seconds(on, by) for name, op in times.ops.items()}
     found = {name: predicted[name] / times.seconds[name] for name in predicted}
     return found | {LAYER: _sum(predicted.values()) / _sum(times.seconds.values())}
 
 
 def roofline_ratio(times: LayerTimes, on: Machine) -> np.ndarray:
-    """The same of the layer, by the roofline."""
+    """The roofline's time over the measured time of the layer, [n]."""
     products = [op for op in times.ops.values() if isinstance(op, Product)]
     flops = sum(2 * op.m * op.k * op.n for op in products)
     weights = sum(op.bits // 8 * op.k * op.n for op in products)
@@ -198,7 +200,7 @@ def table(rows: Sequence[Error], numbers: dict[str, float]) -> str:
 
 
 def plot(measured: Sequence[LayerTimes], on: Machine, by: Fitted, path: Path, title: str) -> None:
-    """A layer's time, predicted and by the roofline, over measured, for each number of GPUs."""
+    """A layer's predicted and roofline time over its measured time, for each number of GPUs."""
     models = list(dict.fromkeys(times.model for times in measured))
     figure = Figure(figsize=(5 * len(models), 3.6), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):

@@ -1,11 +1,11 @@
 """Run the notebooks from top to bottom and render them with their outputs.
 
-    make notebooks     installs what this needs, and calls python -m experiments.notebooks
+    make notebooks     installs the requirements, and calls python -m experiments.notebooks
 
-Each runs in a kernel of its own whose working directory is notebooks/, as in Jupyter. A cell that
-raises ends the run. Cells that carry the tag 'interactive' run too, but what they show needs a
-browser and is left out. Writes to --output_dir, of each notebook, NAME.md and its pictures in
-NAME_files/, which GitHub shows; report.json, and summary.json with the seconds that each took.
+Each notebook runs in its own kernel with the working directory notebooks/, as in Jupyter. A cell
+that raises ends the run. Cells with the tag 'interactive' run too, but their outputs need a browser
+and are left out. Writes to --output_dir, for each notebook, NAME.md and its pictures in
+NAME_files/, which GitHub shows; report.json, and summary.json with the seconds of each notebook.
 """
 
 import os
@@ -34,7 +34,7 @@ class NotebookFlags(Flags):
 
 
 def cpu_s() -> float:
-    """Of the child processes that have ended."""
+    """CPU seconds of the child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -62,7 +62,7 @@ def execute(path: Path):
 
 
 def render(notebook, name: str, footer: str, output_dir: Path) -> None:
-    """Write NAME.md, and the pictures that it shows."""
+    """Write NAME.md and its pictures."""
     from nbconvert import MarkdownExporter
     from traitlets.config import Config
 
@@ -78,8 +78,8 @@ def render(notebook, name: str, footer: str, output_dir: Path) -> None:
 
 
 def chosen(only: Sequence[str]) -> list[Path]:
-    """Notebooks by name, all if none is named. Raises ValueError for an unknown name, and where
-    there are none."""
+    """The notebooks named in `only`, or all if it is empty. Raises ValueError for an unknown name,
+    and if there are no notebooks."""
     paths = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
     if not paths:
         raise ValueError(f"there are no notebooks in {FOLDER}")
@@ -89,10 +89,11 @@ def chosen(only: Sequence[str]) -> list[Path]:
 
 
 def quicken() -> None:
-    """Let kernels compile quickly: notebooks show what happens, and not how long it takes."""
+    """Disable XLA's optimisation without a GPU: notebooks show results, not times."""
     if not shutil.which("nvidia-smi"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    # Others would advise in each notebook to install torch and ipywidgets: nothing here needs them.
+    # Otherwise libraries advise in each notebook to install torch and ipywidgets, which are not
+    # needed.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:IProgress not found")
 
@@ -117,7 +118,7 @@ def main(flags: NotebookFlags, output: Output) -> None:
             f"{name}_cpu_s": round(cpu_s() - used, 1),
         }
         print(f"{path.name}: {seconds[f'{name}_s']} s, {seconds[f'{name}_cpu_s']} s of CPU")
-    # Only now: this process would take a GPU's memory for itself.
+    # Not before the kernels have run: this starts JAX here, which takes the GPU's memory.
     environment = run_record.describe_environment()
     footer = (
         f"Run by `make notebooks` on {run_record.hardware_line(environment)}, with JAX "

@@ -1,4 +1,4 @@
-"""Registrations: what programs know of a policy beside what it says of itself, by its name."""
+"""Registries by policy name: how the soak checks a policy, and how its step is compiled."""
 
 from experiments.gpu.step_report import Compiled
 from experiments.papers.diffkv import compiled_step as diffkv_step

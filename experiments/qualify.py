@@ -1,18 +1,20 @@
-"""Whether a model can judge sparsity and compression: its answers, and how its heads differ.
+"""Test whether a model suits studies of sparsity and compression: its answers, and its heads.
 
 python -m experiments.qualify --model=judge
 
-Right answers on the tasks by context; the share of KV heads that may stream, by a gate below .3
-(--gates; `experiments.papers.lserve.duo_gates`); and, over --spread_prompts of each task at
---spread_context tokens, how many tokens hold 95 % of a head's attention:
+Measures three things. First, right answers on the tasks by context. Second, the share of KV heads
+that may stream: those with a gate below 0.3 (--gates; `experiments.papers.lserve.duo_gates`).
+Third, over --spread_prompts of each task at --spread_context tokens, how many tokens hold 95 % of a
+head's attention:
 
-* of a query that produces a token of the answer, by query head: the keys that it needs;
-* of a prompt, by KV head: the tokens with most significance, as DiffKV counts them (§3, Figs. 4 and
-  5). By this measure alone a head that sees the last 64 tokens needs most tokens, since every token
-  is among the last 64 of some query: the first measure shows whether a head is local.
+* by query: for a query that produces a token of the answer, by query head, the number of keys;
+* by prompt: for a whole prompt, by KV head, the number of tokens with the most significance, as
+  DiffKV counts them (§3, Figs. 4 and 5). A head that attends to the last 64 tokens alone needs
+  nearly all tokens by this measure, because every token is among the last 64 of some query. The
+  measure by query shows that such a head is local.
 
-Goals: 95 % right on six of eight tasks, half of the KV heads below .3, and a median head that needs
-20 % of the tokens by query.
+Goals: 95 % right on six of eight tasks; half of the KV heads below 0.3; and a median head that
+needs at most 20 % of the tokens by query.
 """
 
 import functools
@@ -60,8 +62,8 @@ class QualifyFlags(AccuracyFlags):
 class Spread:
     """How many of `tokens` tokens hold 95 % of a head's attention, over N prompts.
 
-    by_query: [N, L, H] keys for one query, the median over the queries of a prompt's answer.
-    by_prompt: [N, L, K] tokens for the significance of a whole prompt.
+    by_query: [N, L, H] keys for one query, median over the queries of a prompt's answer.
+    by_prompt: [N, L, K] tokens for 95 % of a whole prompt's significance.
     figures: the numbers of DiffKV's Figs. 2 to 5.
     """
 
@@ -87,7 +89,7 @@ class Spread:
 
 
 def problems_of(flags: QualifyFlags, tokenizer) -> Problems:
-    """The prompts that attention is measured on. Raises ValueError if the model's context is too
+    """The prompts on which attention is measured. Raises ValueError if the model's context is too
     short, or no task fits."""
     longest = checkpoint.load_config(flags.model).max_position_embeddings
     if flags.spread_context > longest:
@@ -103,7 +105,7 @@ def problems_of(flags: QualifyFlags, tokenizer) -> Problems:
 
 
 def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -> Spread:
-    """Over problems of one context."""
+    """The spread over problems, which all have the same context."""
     by_query: list[np.ndarray] = []
     of_tasks: dict[str, list[distributions.Prompt]] = {}
     for (task, _), asked in problems.items():
@@ -122,7 +124,7 @@ def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -
 
 
 def gates_of(flags: QualifyFlags) -> np.ndarray:
-    """[L, K]."""
+    """[L, K] the gates of the KV heads."""
     file = flags.gates or str(find(flags.model) / "duo_gates.json")
     return np.array(named_gates(flags, file))
 
@@ -166,7 +168,7 @@ def numbers_of(gates: np.ndarray, spread: Spread, rows: Sequence[Row]) -> dict[s
 
 
 def table(_: QualifyFlags, rows: Sequence[Row]) -> str:
-    """Right answers in percent, a line a task."""
+    """Right answers in percent, a line for each task."""
     names = dict.fromkeys(row.task for row in rows if row.task != ALL)
     scores = {task: np.mean([row.score for row in rows if row.task == task]) for task in names}
     return "\n".join(f"{task:10}{score:7.1f} % right" for task, score in scores.items())

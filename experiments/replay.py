@@ -1,15 +1,16 @@
-"""Do a run again from its event log, and say where it first goes another way.
+"""Replay a run from its event log, and report the first difference.
 
     python -m experiments.replay --log=results/demo/events.jsonl --executor=simulated
 
-The engine is configured as the log says, and whatever came in then (requests, aborts, pinned
-prefixes) comes in before the same round; the clock decides nothing. On --executor=device the model
-computes all tokens anew: --model and --dtype are those of the run. On `simulated` the tokens are
-the log's, the times those of a cost model, and no weights are read.
+The engine has the log's configuration. Its inputs (requests, aborts, adapters, pinned prefixes)
+come before the same rounds as in the log; the clock decides nothing. On --executor=device the model
+computes all tokens again: pass the run's --model and --dtype. On `simulated` the tokens are the
+log's, the times come from a cost model, and no weights are loaded.
 
-The replay ends with the first round that goes another way, or before one that failed. Writes to
---output_dir: events.jsonl, report.json, summary.json. Exit status: 0 for the same schedule, page
-operations and tokens, 1 for a difference, 2 for any error, as with a log that cannot be replayed.
+The replay ends after the first round whose events differ from the log's, or before the round in
+which the run failed. Writes to --output_dir: events.jsonl, report.json, summary.json. Exit status:
+0 if schedule, page operations and tokens are equal, 1 for a difference, 2 for any error, such as a
+log that cannot be replayed.
 """
 
 import sys
@@ -42,7 +43,7 @@ from paged.requests.sequence import SequenceOutput
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
-INPUTS = ("adapter", "arrival", "abort", "pin")  # events of what comes from outside
+INPUTS = ("adapter", "arrival", "abort", "pin")  # events of inputs from outside the engine
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ReplayFlags(ExecutorFlags):
 
 
 def logged_config(log: EventLog) -> EngineConfig:
-    """The configuration of the run; ValueError, naming the field, if it is of another version."""
+    """The run's configuration. Raises ValueError, naming the field, if its version differs."""
     values = log[0]["config"]
     with log.at(0):
         module = str(values.get("policy", "")).partition(":")[0]
@@ -68,7 +69,7 @@ def logged_config(log: EventLog) -> EngineConfig:
 
 
 def check_model(log: EventLog, model: ModelConfig) -> None:
-    """Raise ValueError, naming a field, if the run was another model's."""
+    """Raise ValueError, naming a field, if the run had another model."""
     logged, ours = log[0]["model"], run_record.plain(asdict(model))
     with log.at(0):
         _check_fields(logged, set(ours), "model")
@@ -86,7 +87,7 @@ def _check_fields(logged: Mapping[str, Any], ours: set[str], owner: str) -> None
 
 
 def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None, cost=None) -> Engine:
-    """An engine that samples the log's tokens in the time that `cost` says.
+    """An engine that samples the log's tokens, with step times from `cost`.
 
     tokenizer: for stop strings. Raises ValueError for a log of another model or version.
     """
@@ -100,15 +101,15 @@ def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None, cost=Non
 
 
 def failed_round(log: EventLog) -> int | None:
-    """The round in which the run failed first, so that all requests ended; None if it did not."""
+    """The round of the run's first failure, which ended all requests; None if there was none."""
     return next((event["round"] for event in log if event["event"] == "failure"), None)
 
 
 def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
-    """Bring in what came in then, each before the same round; the engine's events.
+    """Pass the log's inputs to `engine`, each before the same round; the engine's events.
 
-    engine: a fresh one. Stops with the first round that goes another way. A round that failed is
-    not run: the engine then stands before it.
+    engine: a fresh one. Stops after the first round whose events differ, or before a round that
+    failed in the run.
 
     Raises ValueError, naming file and line, for a log that no run can have written.
     """
@@ -122,7 +123,7 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
     with tqdm(total=len(log), desc="replaying", unit="events", disable=not progress) as bar:
 
         def goes_on() -> bool:
-            """Whether all that has happened is what happened then."""
+            """Whether every event so far equals the log's."""
             nonlocal same
             done = min(len(engine.events), len(log))
             while same < done and untimed(log[same]) == untimed(engine.events[same]):
@@ -131,10 +132,9 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
             return same == len(engine.events)
 
         def run_round() -> bool:
-            """Whether there was nothing to do, and so is nothing in any round until something
-            comes in."""
+            """Run a round; whether it was idle. Then all rounds until the next input are idle."""
             nonlocal rounds
-            # What was freed last may still be written down in the first such round.
+            # The first idle round must run: it may still log the pages that were freed last.
             idle = not engine.has_unfinished()
             with log.at(min(same, len(log) - 1)):
                 engine.step()
@@ -155,7 +155,7 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
             except ValueError:
                 if goes_on():
                     raise
-                break  # a prefix that is pinned runs its own rounds, and these went another way
+                break  # pin_prefix runs rounds of its own, and their events differ
             if loads is not None and event["event"] != "loaded":
                 loads.waited = False
             rounds = event["round"]
@@ -167,10 +167,10 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
 
 
 def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
-    """(number of the event, rounds run before, event) of all that came in before a failure.
+    """(index of the event, rounds run before it, event) of all inputs before the first failure.
 
-    A pin stands for its request too, which arrived right before and ran alone. The first 'loaded'
-    of a round stands for all: the round takes them in, see `RecordedLoads`.
+    A 'pin' replaces the 'arrival' of its request, which came right before it and ran alone. Of
+    several 'loaded' in a round only the first is listed: `RecordedLoads` adds all of the round.
     """
     loaded: set[int] = set()  # rounds
     inputs: list[tuple[int, int, dict]] = []
@@ -178,7 +178,7 @@ def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
         if event["event"] == "failure":
             break
         if event["event"] == "pin":
-            # What was loaded for it came in rounds of its own.
+            # Loads of the pin's adapter came in the rounds that the pin itself ran.
             while inputs and inputs[-1][2]["event"] == "loaded":
                 inputs.pop()
             with log.at(number):
@@ -203,7 +203,7 @@ def _bring_in(engine: Engine, event: Event) -> None:
         elif event["event"] == "adapter":
             _add_adapter(engine, event)
         elif event["event"] == "loaded":
-            pass  # the next round takes it in
+            pass  # the next round adds it
         else:
             engine.add_request(
                 event["prompt"],
@@ -219,7 +219,8 @@ def _bring_in(engine: Engine, event: Event) -> None:
 
 
 def _add_adapter(engine: Engine, event: Event) -> None:
-    """As the log says: only a device that loads it reads the folder, and then compares the hash."""
+    """Register the logged adapter without reading its folder. A device reads it on load, and then
+    compares the hash."""
     names = {field.name for field in fields(Adapter)}
     engine.add_known_adapter(Adapter(**{name: event[name] for name in names}))
 
@@ -235,13 +236,13 @@ def _sampling(logged: Mapping[str, Any]) -> SamplingParams:
 
 
 def num_tokens(log: Iterable[Event]) -> int:
-    """Tokens sampled."""
+    """Number of sampled tokens."""
     steps = (np.asarray(event["tokens"]) for event in log if event["event"] == "step")
     return sum(int((tokens != NO_TOKEN).sum()) for tokens in steps)
 
 
 def load(log: EventLog, flags: ReplayFlags) -> Engine:
-    """The engine that the flags and the log ask for."""
+    """The engine of the flags, with the log's configuration."""
     model = checkpoint.load_config(flags.model)
     tokenizer = load_tokenizer(flags.model)
     if flags.executor == "simulated":

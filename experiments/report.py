@@ -2,11 +2,11 @@
 
     python -m experiments.report            the site, in results/report/index.html
     python -m experiments.report --tables   and the tables between `<!-- rows -->` marks
-    python -m experiments.report --results=results/reproduce/full   of results of one's own
+    python -m experiments.report --results=results/reproduce/full   the site of your own results
 
-A page a paper, a section a row: the picture, the paper's values beside ours, both verdicts, the
-setting with its differences, hardware, commit and command. A row without result shows its command.
-The site needs no server and no network.
+The site has a page for each paper, with a section for each row: the picture, the paper's values
+beside ours, both verdicts, the setting and its differences, hardware, commit and command. A row
+without a result shows its command. The site needs no server and no network.
 """
 
 import base64
@@ -41,7 +41,11 @@ BLOCK = re.compile(r"(<!-- rows(?:: (\w+))? -->\n).*?(<!-- end of rows -->)", re
 
 @dataclass(frozen=True)
 class Row:
-    """A study and its report, if there is one. folder: of the report."""
+    """A study and its report.
+
+    folder: the report's folder.
+    report: the content of report.json; None if there is none.
+    """
 
     study: Study
     folder: Path
@@ -49,7 +53,7 @@ class Row:
 
     @property
     def paper(self) -> str:
-        """Folder of the study: a paper's, or bench."""
+        """Folder of the study: the name of a paper, or bench."""
         return self.study.name.partition("/")[0]
 
     @property
@@ -58,7 +62,7 @@ class Row:
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """Order on a page: figures, tables, algorithms, the rest."""
+        """Sort key on a page: figures, tables, algorithms, other rows."""
         if not (found := FIGURE.match(self.stem)):
             return len(KINDS), 0, self.stem
         kind, number, part = found.groups()
@@ -66,13 +70,13 @@ class Row:
 
     @property
     def is_figure(self) -> bool:
-        """Whether the paper prints this row; the others prepare or accompany."""
+        """Whether the row is a figure, table or algorithm of a paper."""
         return self.paper in PAPERS and FIGURE.match(self.stem) is not None
 
     @property
     def label(self) -> str:
-        """As Figs. 2 to 5: what the title names in its brackets, else the file; of a row that the
-        paper does not print, the file's name in words."""
+        """A label such as 'Figs. 2 to 5': from the brackets of the title, else from the file's
+        name. Of a row that is no figure: the file's name in words."""
         if not (found := FIGURE.match(self.stem)):
             return _words(self.stem)
         if printed := PRINTED.findall(self.study.title.rpartition("(")[2]):
@@ -86,15 +90,16 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Of VERDICTS."""
+        """One of VERDICTS."""
         if self.report is None or not self.has_result:
             return NOT_RUN if self.study.kind == NOT_RUN else NONE
-        if self.report["kind"] == NOT_RUN:  # what it has are predictions
+        if self.report["kind"] == NOT_RUN:  # the result is a prediction
             return NOT_RUN
         return {True: HOLDS, False: FAILS, None: OPEN}[self.report["holds"]]
 
     def said(self, name: str) -> Any:
-        """title, claim, rule, kind, setting: of the run, or of the program if there was none."""
+        """A field (title, claim, rule, kind or setting) of the run's report, or of the study if
+        there is no result."""
         if not self.has_result:
             return run_record.plain(getattr(self.study, name))
         assert self.report
@@ -102,7 +107,7 @@ class Row:
 
     @property
     def by_other_flags(self) -> bool:
-        """Whether its flags keep a result from a setting that is the paper's."""
+        """Whether a result misses the paper's setting only because of the run's flags."""
         if not self.report or not self.has_result or self.said("setting")["level"] != "paper":
             return False
         return not self.report["at_setting"]
@@ -113,7 +118,7 @@ class Row:
 
     @property
     def within(self) -> tuple[int, int]:
-        """Values within tolerance, of those that the paper prints."""
+        """(values within tolerance, values compared with the paper's)."""
         compared = [v["within_tolerance"] for v in self.values if v["within_tolerance"] is not None]
         return sum(compared), len(compared)
 
@@ -126,7 +131,7 @@ class Row:
 
     @property
     def command(self) -> str:
-        """What made the result; of a row without one, what would make it."""
+        """The command that reproduces the result; without a result, the command for one."""
         name, reproduce = self.study.name, "python -m experiments.reproduce"
         if not self.report or not self.has_result:
             return f"{reproduce} {name} --scale=full"
@@ -142,7 +147,7 @@ class Row:
 
     @property
     def needed(self) -> str:
-        """The command of a row that needs the paper's GPU or model; empty for others."""
+        """The command of a row that needs the paper's GPU or model; empty for other rows."""
         return self.study.command
 
     @property
@@ -163,7 +168,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def rows(results: Path) -> list[Row]:
-    """A row a study, in the order of pages."""
+    """A row for each study, in the order of pages."""
     found = []
     for study in studies().values():
         folder = results / study.name
@@ -173,7 +178,7 @@ def rows(results: Path) -> list[Row]:
 
 
 def by_kind(of: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """Kind -> verdict -> rows."""
+    """kind -> verdict -> number of rows."""
     table = {kind: dict.fromkeys(VERDICTS, 0) for kind in KINDS}
     for row in of:
         table[row.said("kind")][row.verdict] += 1
@@ -181,7 +186,7 @@ def by_kind(of: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def counted(of: Iterable[Row]) -> dict[str, int]:
-    """The counts of `experiments.reproduce`; `failed` is without result here."""
+    """`experiments.reproduce.counts`. Here `failed` counts rows without a result."""
     return counts(
         (row.study, NONE if row.verdict == NOT_RUN else row.verdict, row.report) for row in of
     )
@@ -191,7 +196,7 @@ def counted(of: Iterable[Row]) -> dict[str, int]:
 
 
 def summary_table(of: Sequence[Row], up: str) -> str:
-    """A line a paper: its figures and tables by verdict. up: from the page to the root."""
+    """A line for each paper: its figures and tables by verdict. up: path from page to root."""
     lines = [
         f"| | {' | '.join(verdict for verdict in VERDICTS)} |",
         f"|{'---|' * (len(VERDICTS) + 1)}",
@@ -209,8 +214,8 @@ def summary_table(of: Sequence[Row], up: str) -> str:
 
 
 def _linked(row: Row, up: str) -> str:
-    """The row's name, on its picture, its report or its program; its kind, shortened, and a star if
-    the run's flags are not those of the full setting."""
+    """The row's label, linked to its picture, report or program; then the first letter of its kind,
+    and a star if `by_other_flags`."""
     target = next(iter(row.pictures), row.folder / "report.json" if row.has_result else None)
     path = (target or Path(row.study.file)).relative_to(ROOT)
     star = "*" if row.by_other_flags else ""
@@ -218,7 +223,7 @@ def _linked(row: Row, up: str) -> str:
 
 
 def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
-    """A line a row of one paper."""
+    """A line for each row of one paper."""
     lines = ["| row | claim | kind | verdict | values within tolerance |", f"|{'---|' * 5}"]
     for row in of:
         if row.paper == paper:
@@ -238,8 +243,8 @@ def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
 
 
 def matrix(results: Path, presets: Sequence[str] = ()) -> str:
-    """What composes (experiments.composition): a line a feature, a column a preset, all if none is
-    named."""
+    """The composition matrix (experiments.composition): a line for each feature, and a column for
+    each preset. presets: empty for all."""
     report = read(results / "composition")
     if report is None:
         return "No result yet; `python -m experiments.composition` makes it, in an hour."
@@ -259,7 +264,7 @@ def matrix(results: Path, presets: Sequence[str] = ()) -> str:
 
 
 def kernel_table(results: Path) -> str:
-    """A line a kernel: where it was interpreted, compiled, run and timed."""
+    """A line for each kernel: where it was interpreted, compiled, run and timed."""
     compiled: dict[tuple[str, str], dict[str, list[str]]] = {}
     for path in sorted((results / "compile").glob("kernels_*.txt")):
         jax = path.stem.rpartition("_")[2]
@@ -294,7 +299,7 @@ def _cell(text: str) -> str:
 
 
 def with_tables(text: str, of: Sequence[Row], up: str) -> str:
-    """A Markdown page, its tables between the marks made anew."""
+    """The text of a Markdown page with new tables between its `<!-- rows -->` marks."""
 
     def made(block: re.Match[str]) -> str:
         begin, name, end = block.groups()
@@ -311,7 +316,7 @@ def with_tables(text: str, of: Sequence[Row], up: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """README and docs with tables: path -> the way up to the root."""
+    """README and docs with tables: path of the page -> relative path to the root."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {
         path: "../" * (len(path.relative_to(ROOT).parts) - 1)
@@ -348,7 +353,7 @@ def environment() -> Any:
 
 
 def site(of: Sequence[Row]) -> dict[str, str]:
-    """File -> its HTML."""
+    """File name -> HTML."""
     template = environment().get_template("report.html")
     figures = [row for row in of if row.is_figure]
     common = {

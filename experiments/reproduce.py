@@ -1,23 +1,27 @@
-"""Runs studies of the papers' figures, and shows each one's verdict beside the paper.
+"""Run studies of the papers' figures, and show their verdicts.
 
     python -m experiments.reproduce --list
     python -m experiments.reproduce vllm/fig12 lserve
     python -m experiments.reproduce --kind=counted,simulated --scale=full
 
-Arguments name studies or papers by how their names begin. --list shows, of each, kind, minutes by
-scale, what it needs, the state of the result in --output_dir (none, partial, stale if flags, code
-or package versions changed since, or its verdict) and the verdict of the committed result, with
-what keeps it from the paper's setting. A study whose result is whole and not stale is not run
-again, and one that was cut goes on: the same command resumes. --stale runs just those whose result
-is stale. Each writes to --output_dir/SCALE/NAME; what systems answered is kept in
---output_dir/SCALE/answered, for all studies that ask the same. --jobs run at once, one a core by
-default, each in a process of its own; studies that a clock may decide wait, and run alone.
+Arguments are names of studies or papers, or beginnings of names up to a `/` or `_`.
 
-summary.json there counts: rows, with_result, at_setting, claims_held, not_run, wrong_setting,
-failed. A row that ran below the paper's setting, as all do at --scale=quick, counts by its
-committed result at that setting, if it has one. With all simulated studies it also has
-simulated_hour_s: processor seconds that an hour of vLLM's Fig. 12a takes, simulated as those
-studies are.
+--list shows for each study its kind, minutes by scale, needs, the state of its result in
+--output_dir, and the verdict of its committed result with any difference from the paper's setting.
+The state is `no result`, `partial`, `stale` (flags, code or package versions have changed since),
+or the verdict.
+
+A study with a whole result that is not stale is not run again, and a partial one is resumed: repeat
+the same command to go on. --stale runs only the studies with a stale result. Each study writes to
+--output_dir/SCALE/NAME. Answers of systems are kept in --output_dir/SCALE/answered and shared
+between studies. --jobs studies run at once, one for each core by default, each in its own process.
+Studies that depend on measured times run alone, after the others.
+
+summary.json in --output_dir counts: rows, with_result, at_setting, claims_held, not_run,
+wrong_setting, failed. A row that did not run at the full setting, as all rows of --scale=quick,
+counts by its committed result at the paper's setting, if there is one. If no studies are named and
+some are simulated, it also has simulated_hour_s: CPU seconds to simulate an hour of vLLM's Fig. 12a
+with the simulator of these studies.
 """
 
 import functools
@@ -45,7 +49,7 @@ FOLDERS = ("experiments/papers/*", "experiments/bench")
 RESULTS = "experiments/results"  # PAPER/STUDY each, committed
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
-# What is read of a report.
+# The fields of a report that are read; a report without one of them is ignored.
 REPORT = {
     "study", "title", "kind", "setting", "at_setting", "claim", "rule", "holds", "values",
     "tolerance", "partial", "rows", "flags", "seconds", "sources_sha256", "versions", "hardware",
@@ -65,7 +69,7 @@ class ReproduceFlags(Flags):
 
 
 def studies() -> dict[str, Study]:
-    """All, by name, whatever the current folder."""
+    """All studies by name, from any current folder."""
     found: dict[str, Study] = {}
     with chdir(ROOT):
         for path in sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")):
@@ -81,8 +85,8 @@ def _of_file(path: str | Path) -> Study:
 
 
 def chosen(names: Sequence[str], kinds: Sequence[str]) -> list[Study]:
-    """Studies whose names begin as one of `names`, or all, of these kinds, or all. Raises
-    ValueError for a name that none begins with."""
+    """The studies whose names begin with one of `names`, and whose kind is one of `kinds`; empty
+    `names` or `kinds` allow all. Raises ValueError for a name that matches no study."""
     known = studies()
     for name in names:
         if not any(map(_begins(name), known)):
@@ -97,12 +101,13 @@ def chosen(names: Sequence[str], kinds: Sequence[str]) -> list[Study]:
 
 
 def _begins(wanted: str):
-    """vllm/fig1 is no beginning of vllm/fig12_latency."""
+    """A test whether a name begins with whole parts of `wanted`: vllm/fig1 does not match
+    vllm/fig12_latency."""
     return lambda name: name == wanted or name.startswith((f"{wanted}/", f"{wanted}_"))
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """A study's report.json; None if there is none, or none that is whole and in today's format."""
+    """A study's report.json; None if it is missing, incomplete or of another format."""
     try:
         report = json.loads((folder / "report.json").read_bytes())
     except (OSError, ValueError):
@@ -111,7 +116,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
-    """NONE, PARTIAL, STALE, or the verdict."""
+    """The state of a result: NONE, PARTIAL, STALE, or the verdict."""
     if report is None:
         return NONE
     if report.get("partial"):
@@ -126,7 +131,7 @@ def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
 
 
 def committed(study: Study) -> dict[str, Any] | None:
-    """The committed report of a whole run at the paper's setting, as the study states it today;
+    """The committed report of a whole run at the paper's setting, by the study's current setting;
     None if there is none."""
     report = read(ROOT / RESULTS / study.name)
     at_setting = report and report["at_setting"] and study.setting.level == "paper"
@@ -134,8 +139,8 @@ def committed(study: Study) -> dict[str, Any] | None:
 
 
 def committed_verdict(study: Study) -> str:
-    """The verdict of the committed report of a whole run, and what keeps it from the paper's
-    setting: the study's own, or flags that are not those of `full`."""
+    """The verdict of the committed report of a whole run, and its difference from the paper's
+    setting: the study's level, or flags that differ from those of `full`."""
     report = read(ROOT / RESULTS / study.name)
     if not report or report["partial"]:
         return "–"
@@ -152,7 +157,7 @@ def _versions() -> dict[str, str]:
 
 
 def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[str, int]:
-    """Of (study, state, report)."""
+    """Counts of rows, each a (study, state, report); the names are those of summary.json."""
     numbers = dict.fromkeys(
         ("rows", "with_result", "at_setting", "claims_held", "not_run", "wrong_setting", "failed"),
         0,
@@ -235,8 +240,8 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
 def run_all(
     wanted: Sequence[Study], scale: Any, folders: Mapping[str, Path], jobs: int
 ) -> Iterator[int]:
-    """The exit status of each study when it has ended, longest first if several run at once; those
-    that are to be alone come after the others."""
+    """Run the studies; yields the exit status of each as it ends. Studies that run at once start
+    with the longest; studies that must run alone follow."""
     full = scale == "full"
     together = [study for study in wanted if jobs > 1 and not study.alone]
     together.sort(key=lambda study: study.minutes[full], reverse=True)
@@ -257,8 +262,8 @@ def _run_file(file: str, scale: Any, folder: Path) -> int:
 
 
 def _run(study: Study, scale: Any, folder: Path) -> int:
-    """The exit status. A study that cannot begin does not keep others from it. folder: absolute, as
-    studies name the project's files from its root."""
+    """Run a study; its exit status. A study that cannot start prints its error, so that others
+    still run. folder: absolute, because the study runs in the project's root folder."""
     try:
         folder = run_record.check_output_dir(folder)
         with chdir(ROOT):

@@ -1,8 +1,8 @@
-"""The main job: serve a workload with a model through paged KV memory, and report on it.
+"""The main program: serve a workload with a model through paged KV memory, and report on it.
 
 python -m experiments.serve --flagfile=configs/demo.flags
 
-Writes to --output_dir: report.json (all about the run), summary.json (its numbers, flat),
+Writes to --output_dir: report.json (everything about the run), summary.json (its numbers, flat),
 requests.csv, outputs.jsonl, events.jsonl, and pictures.
 """
 
@@ -33,8 +33,8 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.validation import check_group, validated_prompt
 
-LONGEST_WAIT_S = 0.5  # for the next request, before it is asked whether to stop
-# Each request says the first three itself; the report has no place for log-probabilities.
+LONGEST_WAIT_S = 0.5  # longest wait for the next request, between checks of `stop_requested`
+# Each request sets the first three itself; the report does not hold log-probabilities.
 NO_FLAGS = ("max_tokens", "seed", "ignore_eos", "logprobs", "prompt_logprobs")
 
 
@@ -48,10 +48,10 @@ class ServeFlags(ModelFlags):
 
 
 def prepare(flags: ServeFlags, output_dir: Path) -> tuple[Engine, Workload]:
-    """What the flags ask for; all but the weights is checked before the weights are read, every
-    request as the engine would when it comes.
+    """The engine and the workload of the flags. Flags and requests are checked before the weights
+    are loaded; a request is checked as the engine does on its arrival.
 
-    Raises: ValueError for whatever is wrong with a flag, the model's folder or the workload.
+    Raises ValueError for an invalid flag, model folder or workload.
     """
     wanted, sampling, config = flags.workload, flags.sampling, flags.engine
     model, tokenizer = checkpoint.load_config(flags.model), load_tokenizer(flags.model)
@@ -80,9 +80,10 @@ def prepare(flags: ServeFlags, output_dir: Path) -> tuple[Engine, Workload]:
 
 
 def sampling_of(request: Request, sampling: SamplingParams, seed: int, i: int) -> SamplingParams:
-    """Of request i: what it says itself, and for the rest `sampling`; it draws with seed + i.
+    """The sampling parameters of request i: `sampling` with the request's own fields, and the seed
+    `seed` + i.
 
-    Raises: ValueError if the two do not go together.
+    Raises ValueError for an invalid combination.
     """
     return replace(
         sampling,
@@ -101,12 +102,15 @@ def run(
     progress: bool = True,
     skip: bool = False,
 ) -> list[RequestOutput]:
-    """Serve `requests` as they arrive on the engine's clock; their outputs, in the same order.
-    skip: in simulated time, take runs of decode steps (`paged.decode_runs`), which the log lacks.
+    """Serve `requests` as they arrive on the engine's clock; their outputs, in the same order. Time
+    0 of the workload is now.
 
-    Time 0 of the workload is now. sampling: of all, but what a request says itself; request i draws
-    with seed + i. Raises: ValueError for a request that the engine refuses, and for an engine that
-    has requests already.
+    sampling, seed: see `sampling_of`.
+    skip: in simulated time, compute runs of decode steps at once (`paged.decode_runs`). The event
+        log then lacks these steps.
+
+    Raises ValueError for a request that the engine refuses, and for an engine with unfinished
+    requests.
     """
     served: dict[int, RequestOutput] = {}
     serve(engine, requests, served, sampling, seed, progress, skip=skip)
@@ -123,9 +127,12 @@ def serve(
     stop_requested: Callable[[], bool] = lambda: False,
     skip: bool = False,
 ) -> None:
-    """As `run`, until `stop_requested`: then the requests that run are aborted, and have what they
-    have by then. served: gets the outputs by index in `requests`, those of requests that have
-    arrived. Whatever the engine raises comes out of here too, with `served` as complete."""
+    """As `run`, until `stop_requested` returns True. Unfinished requests are then aborted, with
+    their outputs so far.
+
+    served: filled with the outputs of all arrived requests, by index in `requests`; also when the
+        engine raises. The engine's exceptions are passed on.
+    """
     if engine.has_unfinished():
         raise ValueError("the engine has requests already: serve or abort them before")
     sampling, clock = sampling or SamplingParams(), engine.executor.clock
@@ -155,7 +162,7 @@ def serve(
     finally:
         for request_id in list(engine.requests.unfinished):
             served[index[request_id]] = engine.abort(request_id)
-        # A step that was dispatched before, and what a failure has ended.
+        # Collect a step that was dispatched before, and requests that a failure has ended.
         while engine.has_unfinished():
             for output in engine.step():
                 served[index[output.request_id]] = output
@@ -168,10 +175,12 @@ def write(
     outputs: Sequence[RequestOutput],
     facts: dict[str, Any],
 ) -> tuple[str, list[OSError]]:
-    """Write every file of a run, with `facts` (flags, model, what is `missing`) in report.json;
-    returns the table, and what could not be written."""
+    """Write every file of a run; (the table, errors of files that could not be written).
+
+    facts: further fields of report.json: flags, model, `partial` (see `serving.missing`).
+    """
     answered = report.score(workload.requests, outputs)
-    # What cannot be had again comes first, before anything that takes time; what is large last.
+    # Outputs come first, because they cannot be computed again; large files come last.
     lines = list(map(report.output_line, answered))
     failures = run_record.write_all([
         lambda: run_record.write_json_lines(output_dir, "outputs.jsonl", lines)
@@ -224,7 +233,7 @@ def serve_and_write(
     output_dir: str | Path,
     facts: dict[str, Any],
 ) -> int:
-    """As `serving.serve_and_write`."""
+    """Serve and write a run; see `serving.serve_and_write`."""
     served: dict[int, RequestOutput] = {}
 
     def serve_until(stop_requested: Callable[[], bool]) -> None:

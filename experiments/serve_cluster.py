@@ -2,16 +2,19 @@
 
     python -m experiments.serve_cluster --flagfile=configs/cluster_bundled.flags
 
-Arrivals are a Poisson process whose rate rises from 0 to --peak_rate and falls again over
---duration_s seconds. Requests ask for --adapters by the paper's --popularity, and each runner loads
-those that its requests ask for into --adapter_slots. --runners is 'simulated' (the engines' own
-schedulers over a cost model's time, on GPUs of a data sheet; not a measurement of any GPU),
-'threads' (an engine on each of JAX's devices) or 'ray' (an engine in each Ray actor; extra
-`cluster`).
+Arrivals are a Poisson process. Its rate rises from 0 to --peak_rate and falls again over
+--duration_s seconds. Requests use --adapters with the paper's --popularity. Each runner loads the
+adapters of its requests into --adapter_slots. --runners:
 
-The seed gives the requests, and in simulated time the whole run. Writes to --output_dir:
-report.json, summary.json, working_sets.csv (each second), requests.csv, cluster.png, and random
-adapters, if such are served. Ctrl-C, SIGTERM and a failure end it as they end `experiments.serve`.
+    simulated  the engines' own schedulers, with step times of a cost model from a GPU's data sheet;
+               not a measurement of any GPU
+    threads    an engine on each of JAX's devices
+    ray        an engine in each Ray actor (extra `cluster`)
+
+The seed determines the requests, and in simulated time the whole run. Writes to --output_dir:
+report.json, summary.json, working_sets.csv (a line each second), requests.csv, cluster.png, and
+random adapters if they are loaded. On Ctrl-C, SIGTERM or a failure, results so far are still
+written, as in `experiments.serve`.
 """
 
 import contextlib
@@ -44,7 +47,7 @@ from paged.simulator.machines import MACHINES
 from paged.simulator.step_cost import HOSTS, StepCost
 
 RUNNERS = ("simulated", "threads", "ray")
-PERIOD_S = 1.0  # of samples
+PERIOD_S = 1.0  # between samples
 AnyCluster = SimulatedCluster | LiveCluster
 
 
@@ -66,7 +69,7 @@ class ClusterFlags(ModelFlags):
     def begin(cls, values: Mapping[str, Any]) -> None:
         if values["tensor_parallel"] > 1:
             raise ValueError("--tensor_parallel: each engine of a cluster has one device")
-        if values["runners"] == "threads":  # a CPU is as many devices as it is told to be at first
+        if values["runners"] == "threads":  # JAX's CPU devices can only be set before its first use
             jax.config.update("jax_num_cpu_devices", values["num_gpus"])
 
 
@@ -74,7 +77,7 @@ def serve(
     cluster: AnyCluster, arrivals: Sequence[Arrival], samples: list[Sample],
     stop_requested: Callable[[], bool] = lambda: False, progress: bool = True,
 ) -> None:  # fmt: skip
-    """Serve all, until `stop_requested`; a sample each second."""
+    """Serve all arrivals, until `stop_requested` returns True; adds a sample every PERIOD_S."""
     with tqdm(total=len(arrivals), desc="serving", unit="req", disable=not progress) as bar:
 
         def observe(now: float) -> None:
@@ -93,7 +96,7 @@ def simulated(flags: ClusterFlags, model: ModelConfig) -> SimulatedCluster:
 
 
 def live(make: Callable[..., LiveCluster]) -> Callable[..., LiveCluster]:
-    """Engines in real time."""
+    """`make` with the arguments of the flags. make: `runners.threads` or `runners.ray_actors`."""
 
     def made(flags: ClusterFlags, model: ModelConfig) -> LiveCluster:
         return make(flags, model, flags.engine, flags.num_gpus, rebalance_s=flags.rebalance_s)
@@ -111,7 +114,7 @@ MAKE: dict[str, Callable[[ClusterFlags, ModelConfig], AnyCluster]] = {
 def prepare(
     flags: ClusterFlags, output_dir: Path
 ) -> tuple[ModelConfig, list[Adapter], list[Arrival]]:
-    """What the flags ask for. Raises ValueError for what cannot be."""
+    """The flags' model, adapters and arrivals. Raises ValueError for invalid flags."""
     model, config = checkpoint.load_config(flags.model), flags.engine
     longest = min(config.max_model_len, config.num_blocks * config.page_size - config.page_size)
     requests = ramp.requests(
@@ -158,11 +161,11 @@ def serve_and_write(
     flags: ClusterFlags, folder: Path, cluster: AnyCluster, arrivals: Sequence[Arrival],
     facts: dict[str, Any],
 ) -> int:  # fmt: skip
-    """As `serving.serve_and_write`."""
+    """Serve and write a run; see `serving.serve_and_write`."""
     samples: list[Sample] = []
 
     def write_served(cause: str | None) -> tuple[str, list[OSError]]:
-        cluster.cluster.cancel_all()  # a failure may have left some
+        cluster.cluster.cancel_all()  # a failure may have left unfinished requests
         reasons = [record.finish_reason for record in cluster.cluster.records]
         missing = serving.missing(cause, len(arrivals), reasons)
         if not samples:
@@ -178,7 +181,7 @@ def write(
     flags: ClusterFlags, folder: Path, served: AnyCluster, samples: Sequence[Sample],
     facts: dict[str, Any],
 ) -> tuple[str, list[OSError]]:  # fmt: skip
-    """Write every file; the table, and what could not be written."""
+    """Write every file of a run; (the table, errors of files that could not be written)."""
     cluster, max_batch = served.cluster, flags.engine.max_num_seqs
     failures = run_record.write_all([
         lambda: run_record.write_csv(folder, "requests.csv", cluster.records)

@@ -4,9 +4,9 @@
     python -m experiments.serve_http --model=Qwen/Qwen3-0.6B --dtype=bfloat16 --port=8000
     python -m experiments.serve_http --adapters=models/bundled/adapters --adapter_slots=4
 
---adapters are served as models under their folders' names. SIGTERM and Ctrl-C let running requests
-end, for --drain_s seconds at most; new ones are refused with status 503 meanwhile. The exit status
-is then 143 or 130.
+Each of --adapters is served as a model with its folder's name. After SIGTERM or Ctrl-C, running
+requests may end within --drain_s seconds, while new requests are refused with status 503. The exit
+status is then 143 or 130.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,12 +57,13 @@ class ServerFlags(ExecutorFlags):
 
     @classmethod
     def begin(cls, values: Mapping[str, Any]) -> None:
-        if values["runners"] > 1 and not values["ray"]:  # a CPU is as many as it is told at first
+        # JAX's CPU devices can only be set before its first use.
+        if values["runners"] > 1 and not values["ray"]:
             jax.config.update("jax_num_cpu_devices", values["runners"])
 
 
 def read_lines(flag: str, path: str) -> list[str]:
-    """The lines of a file that are not empty. Raises ValueError if there are none."""
+    """The non-empty lines of a file. Raises ValueError if there are none."""
     lines = [line.strip() for line in Path(path).expanduser().read_text().splitlines()]
     lines = [line for line in lines if line]
     if not lines:
@@ -71,13 +72,14 @@ def read_lines(flag: str, path: str) -> list[str]:
 
 
 def served_name(model: str) -> str:
-    """The model's name; of a folder only the last part, as clients need not see its path."""
+    """The model's name; for a folder, only its last part: clients need not see the path."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 
 
 def prepared(flags: ServerFlags, model: ModelConfig, tokenizer) -> Callable[[], Client]:
-    """What makes one warm engine, or a cluster of them. Raises ValueError for what cannot be."""
+    """A function that makes the client of one warm engine, or of a cluster. Raises ValueError for
+    invalid flags."""
     config = flags.engine
     if flags.runners == 1 and not flags.ray:
         engine = load_engine(config, tokenizer, **loading(flags))
@@ -126,7 +128,7 @@ def main(flags: ServerFlags, output: Output) -> int:
         server.run()
     finally:
         client.close()
-    if not server.started:  # uvicorn has told why
+    if not server.started:  # uvicorn has logged why
         return 1
     return 128 + server.stopped_by if server.stopped_by else 0
 

@@ -1,17 +1,17 @@
-"""A study: a figure or table of a paper, or a benchmark, as a value that one runner runs.
+"""A study: a figure or table of a paper, or a benchmark, with one common runner.
 
-A study is a module of `experiments/papers/PAPER/` or `experiments/bench/` that defines `STUDY`; the
-file tells its name, as vllm/fig12_latency_over_rate. It is a program (`STUDY.run()`), and
+A study is a module of `experiments/papers/PAPER/` or `experiments/bench/` that defines `STUDY`. Its
+name is its path there, as vllm/fig12_latency_over_rate. A study is a program (`STUDY.run()`), and
 `experiments.reproduce` runs several. Each writes to its folder:
 
-    rows.csv       what was measured, a line a row
-    figure.png     the same, drawn
+    rows.csv       the measured rows, a line each
+    figure.png     a plot of the rows
     report.json    kind, setting, rows, values beside the paper's, claim and verdict, flags,
                    versions, hardware, commit
     summary.json   the values alone: name -> number
 
-Rows that `Run.once` made are kept until the study is whole, and those of simulated studies until
-their sources change: a run that was cut short goes on.
+Rows that `Run.once` made are kept until the study is complete; rows of simulated studies are kept
+until their sources change. So an interrupted run can be resumed.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag, flat
 
 KEPT = "kept"
-JOBS = "jobs"  # the field of `jobs_flag`: how fast, and no part of a setting
+JOBS = "jobs"  # the field of `jobs_flag`, which changes the speed but not the setting
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")
@@ -49,9 +49,13 @@ Values = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Setting:
-    """here: model, device, lengths, in words. differs: from the paper's, in words. level: 'paper',
-    but for what differs; 'reduced', where the claim's cause is at work all the same; 'wrong', where
-    the claim cannot show."""
+    """The setting of a study.
+
+    here: model, device and lengths, in words.
+    differs: differences from the paper's setting, in words.
+    level: 'paper': the paper's setting except for `differs`; 'reduced': smaller, but the cause of
+        the claim is present; 'wrong': the claim cannot show.
+    """
 
     here: str
     differs: str
@@ -59,14 +63,17 @@ class Setting:
 
 
 class Run:
-    """What a measurement gets beside its flags: its folder, and the rows that are kept there by
-    hashes of what made them. shared: a folder of several studies, its own where there is none.
-    Other processes may get a copy, which nothing stops.
+    """The context of a measurement, beside its flags. Rows are kept in its folder, by a hash of the
+    function, its case and its sources.
+
+    folder: the study's folder.
+    shared: a folder shared by several studies; by default the study's own.
+    stopped: returns whether the measurement must end now; always False in other processes.
     """
 
     def __init__(self, folder: Path, shared: Path | None = None):
         self.folder, self.shared = folder, shared or folder
-        self.stopped: Callable[[], bool] = lambda: False  # whether the run is to end here
+        self.stopped: Callable[[], bool] = lambda: False
 
     def __reduce__(self):
         return Run, (self.folder, self.shared)
@@ -76,13 +83,13 @@ class Run:
         return self.folder / KEPT
 
     def once[R](self, make: Callable[..., R], *case: Any) -> R:
-        """`make(*case)`, a dataclass of the class that `make` is annotated with; or the row that it
-        made of an equal case in an earlier run, while its sources were the same."""
+        """`make(*case)`, or the kept row of an equal case from an earlier run with equal sources.
+        `make` is annotated with the dataclass that it returns."""
         assert not getattr(make, "__closure__", None), "a case is all that its row depends on"
         made_by = make.__qualname__, repr(case), sources_hash(inspect.getfile(make))
         digest = hashlib.sha256("\n".join(made_by).encode()).hexdigest()
         path = self.kept / f"{digest[:16]}.json"
-        with suppress(OSError, ValueError, TypeError):  # there is none, or none that is whole
+        with suppress(OSError, ValueError, TypeError):  # the kept row is missing or incomplete
             return get_type_hints(make)["return"](**json.loads(path.read_bytes()))
         row = make(*case)
         fields = dataclasses.asdict(row)  # type: ignore[call-overload]
@@ -92,7 +99,7 @@ class Run:
     def at_once[C, R](
         self, make: Callable[..., R], cases: Sequence[C], jobs: int, *first: Any
     ) -> list[R]:
-        """`once(make, *first, case)` of all cases, in their order, several at once."""
+        """`once(make, *first, case)` for all cases, in their order, in `jobs` processes."""
         return in_processes(partial(self.once, make, *first), cases, jobs)
 
     def forget(self) -> None:
@@ -105,7 +112,7 @@ def jobs_flag() -> int:
 
 
 def in_processes[T, R](work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> list[R]:
-    """`work` of each task, in the tasks' order. jobs: of `jobs_flag`."""
+    """`work` of each task, in the tasks' order. jobs: the value of `jobs_flag`."""
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     if jobs < 2:
         return [work(task) for task in tasks]
@@ -122,17 +129,23 @@ class StudyOutput(Output):
 class Study[F: Flags, R]:
     """A study. Functions of its rows get the flags first, then the rows.
 
-    file: `__file__` of its module. flags: their class. measure: yields rows, frozen dataclasses of
-    one class; raises Refused for flags that turn out not to work. values: numbers by
-    name; None or nan for what was not measured. paper: the paper's value of each, a number or
-    (least, most); a name that it lacks is printed without one. tolerance: of a value to the
-    paper's, relative. rule, holds: what decides the claim, in words and of the values; a value
-    that is not there leaves it undecided. check: raises ValueError for flags that cannot work
-    together, before any work. table: the rows for people. quick, full: flags that differ from
-    the defaults, by scale; full is the setting that `setting` tells. minutes: of both on two
-    cores. needs: what a machine must have beside two cores. command: the paper's setting, where it
-    needs the paper's model or GPU. times: whether values of an analogue are times. A study of kind
-    'not run' whose claim is decided was measured.
+    file: `__file__` of its module.
+    kind: one of KINDS. A 'not run' study is reported as 'measured' once its claim is decided.
+    claim, rule: the claim, and the rule that decides it, in words.
+    holds: values -> whether the claim holds; undecided if a value that it needs is missing.
+    flags: the class of its flags.
+    measure: yields rows, frozen dataclasses of one class; raises Refused for flags that turn out
+        not to work.
+    values: numbers by name; None or nan for those that were not measured.
+    paper: the paper's values by name, each a number or (least, most); other values have none.
+    tolerance: largest relative difference from the paper's value.
+    check: raises ValueError for invalid combinations of flags, before any work.
+    table: the rows as text.
+    quick, full: flags that differ from the defaults, by scale. `setting` describes `full`.
+    minutes: of `quick` and `full`, on two cores.
+    needs: requirements of the machine beside two cores.
+    command: the command for the paper's setting, if it needs the paper's model or GPU.
+    times: whether the values of an analogue are times.
     """
 
     file: str
@@ -160,12 +173,12 @@ class Study[F: Flags, R]:
 
     @property
     def name(self) -> str:
-        """PAPER/FILE, as vllm/fig12_latency_over_rate; FILE alone of a program of `experiments`."""
+        """PAPER/FILE, as vllm/fig12_latency_over_rate; FILE alone for a file in `experiments/`."""
         path = Path(self.file)
         return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
     def changed(self, flags: F) -> str:
-        """In words, the flags that are not those of the setting, and those of it."""
+        """The flags that differ from the setting's, as text, with the setting's in brackets."""
         now, full = flat(flags), flat(self.at("full"))
         return ", ".join(
             f"--{name}={_as_given(value)} ({_as_given(full[name])})"
@@ -179,7 +192,7 @@ class Study[F: Flags, R]:
 
     @property
     def alone(self) -> bool:
-        """Whether a clock may decide: nobody else is to compute then."""
+        """Whether the study must run alone, because its result depends on measured times."""
         return self.kind in ("measured", "not run") or self.times
 
     @property
@@ -187,7 +200,7 @@ class Study[F: Flags, R]:
         return Program(self._main, self.flags, StudyOutput(f"results/{self.name}"), FILES)
 
     def run(self) -> None:
-        """Run it as the command line says, and exit."""
+        """Run the study as a program with the flags of the command line, and exit."""
         self.program.run()
 
     def _main(self, flags: F, output: StudyOutput) -> int:
@@ -196,7 +209,7 @@ class Study[F: Flags, R]:
     def write(
         self, flags: F, output_dir: str | Path, resume: bool = True, shared: Path | None = None
     ) -> int:
-        """Measure, and write and print the report; the exit status. shared: of `Run`."""
+        """Measure, then write and print the report; the exit status. shared: see `Run`."""
         with refusals():
             self.check(flags)
         folder, began = Path(output_dir), time.perf_counter()
@@ -227,7 +240,7 @@ class Study[F: Flags, R]:
             if self.draw and rows and not cause:
                 writers.append(lambda: self._plot(flags, rows, folder / "figure.png", report))
             failures = run_record.write_all(writers)
-            if not cause and self.kind != "simulated":  # another run is to measure anew
+            if not cause and self.kind != "simulated":  # so that another run measures again
                 run.forget()
             return self._told(flags, rows, report), failures
 
@@ -236,7 +249,7 @@ class Study[F: Flags, R]:
     def report(
         self, flags: F, rows: Sequence[R], cause: str | None = None, seconds: float = 0.0
     ) -> dict[str, Any]:
-        """report.json of these rows. cause: why they are not all."""
+        """The content of report.json. cause: why rows are missing; None if they are complete."""
         values = {
             name: None if value is None or math.isnan(value) else value
             for name, value in ({} if cause else self.values(flags, rows)).items()
@@ -254,7 +267,7 @@ class Study[F: Flags, R]:
         }  # fmt: skip
 
     def is_at_setting(self, flags: F) -> bool:
-        """Whether these flags give the paper's setting."""
+        """Whether a run with these flags has the paper's setting."""
         return self.setting.level == "paper" and not self.changed(flags)
 
     def _holds(self, measured: Mapping[str, float]) -> bool | None:
@@ -283,9 +296,9 @@ class Study[F: Flags, R]:
         run_record.save_figure(figure, path, dpi=130)
 
     def _told(self, flags: F, rows: Sequence[R], report: Mapping[str, Any]) -> str:
-        """The report for people."""
+        """The report as text."""
         verdict = {True: "holds", False: "does not hold", None: "is not decided"}[report["holds"]]
-        # Those of experiments.lib.knobs, 'NAME, CHANGE', are many.
+        # Values of experiments.lib.knobs, 'NAME, CHANGE', are too many to print.
         plain = [value for value in report["values"] if ", " not in value["name"]]
         more = len(report["values"]) - len(plain)
         lines = [
@@ -310,12 +323,12 @@ class Study[F: Flags, R]:
 
 
 def _as_given(value: Any) -> str:
-    """A flag's value as the command line has it."""
+    """A flag's value in the form of the command line."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def table_of(rows: Sequence[Any]) -> str:
-    """A line a row, under the names of the fields."""
+    """The rows as text, a line each, below the names of their fields."""
     if not rows:
         return "(no rows)"
     names = [field.name for field in dataclasses.fields(rows[0])]
@@ -330,7 +343,7 @@ def table_of(rows: Sequence[Any]) -> str:
 
 
 def values_table(values: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
-    """The values beside the paper's."""
+    """Lines with the values beside the paper's."""
     if not values:
         return []
     width = max(len(value["name"]) for value in values)
@@ -345,7 +358,7 @@ def values_table(values: Sequence[Mapping[str, Any]], tolerance: float) -> list[
 
 
 def shown(value: Any) -> str:
-    """A cell: numbers in four digits."""
+    """The text of a table's cell; numbers have four digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The one timer: cases take turns, the device has finished when the clock stops, medians count."""
+"""The common timer: cases take turns, calls are waited for, and times are medians."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,19 +9,18 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-LEAST_S = 0.002  # that a round of a short call fills
+LEAST_S = 0.002  # least time of a round of a short call
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed. prepare: makes the argument of each call, untimed; None for a call without
-    one."""
+    """A function to time. prepare: makes the argument of `work`, untimed; None for no argument."""
 
     work: Callable[..., Any]
     prepare: Callable[[], Any] | None = None
 
     def seconds(self, calls: int = 1) -> float:
-        """Of a call, the mean of so many that follow each other."""
+        """Seconds of a call, the mean of `calls` calls in a row, all with one prepared argument."""
         arguments = () if self.prepare is None else (jax.block_until_ready(self.prepare()),)
         began = time.perf_counter()
         for _ in range(calls):
@@ -34,11 +33,11 @@ def medians_s(
     cases: Mapping[str, Case | Callable[[], Any]], rounds: int, title: str = "",
     least_s: float = 0.0,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of a call of each case, the median over rounds. The cases take turns, so that a slow
-    spell of the machine meets them all; a first turn warms up.
+    """Seconds of a call of each case, median over rounds. The cases take turns, so that a slow
+    spell of the machine affects all. The first turn is a warm-up.
 
-    title: of the progress bar; empty for none. least_s: a round calls a case as often as fills
-    this time.
+    title: of the progress bar; empty for none.
+    least_s: a round repeats a case until it takes about this time.
     """
     all_cases = {n: case if isinstance(case, Case) else Case(case) for n, case in cases.items()}
     times: dict[str, list[float]] = {name: [] for name in cases}

@@ -1,16 +1,19 @@
-"""What the host does in a step, and how long it takes it.
+"""Host time of a step.
 
 python -m experiments.bench.host
 
-The engine's own scheduler, block tables and batch builder run over a device that costs nothing, so
-all that is left of `Engine.step` is host work: schedule, build, update, keep records. Every
-sequence generates in every step. Pools from the smallest that holds the load to 10^6 blocks; with
-the cache of prefixes off, on, and on in a pool that is full of old prefixes, so that each new block
-evicts one; and under churn, where a new request follows each that ends.
+The engine's own scheduler, block tables and batch builder run over a device that takes no time, so
+`Engine.step` consists of host work alone: schedule, build, update, keep records. Every sequence
+generates in every step. Pools range from the smallest that holds the load to 10^6 blocks. Modes:
 
-Claim (measured where the report says): at most 200 µs a step at 256 running sequences, whatever the
-size of the pool. The floor beside it is a fresh copy of what a step sends to the device: less than
-writing that anew cannot be done.
+    plain           no prefix cache
+    prefix_caching  prefix cache on
+    full_cache      prefix cache on, in a pool full of old prefixes: each new block evicts one
+    churn           no prefix cache; a new request follows each request that ends
+
+Claim, on the hardware that the report names: at most 200 µs a step at 256 running sequences, for
+every size of the pool. The floor is the time to copy the bytes that a step sends to the device: a
+step must at least write them.
 """
 
 import gc
@@ -56,15 +59,19 @@ class HostFlags(Flags):
 
     @property
     def all_pools(self) -> list[int]:
-        """The smallest that holds the load first."""
+        """Numbers of blocks, ascending; the first is the smallest that holds the load."""
         return [self.load.smallest_pool, *sorted(set(self.pools))]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Microseconds a step. calls: Python and C functions called a step. peak_kib:
-    allocated within a step. floor_us: of a fresh copy of the input_bytes that a step sends, over
-    all cases."""
+    """One case: a mode and a pool size.
+
+    median_us, p99_us: microseconds a step.
+    calls: calls of Python and C functions a step.
+    peak_kib: KiB allocated within a step, at its peak.
+    floor_us: microseconds to copy the `input_bytes` that a step sends, median over all cases.
+    """
 
     mode: str
     pool: int
@@ -95,8 +102,8 @@ def check(flags: HostFlags) -> None:
 
 
 def measure(flags: HostFlags, _) -> Iterator[Row]:
-    """All modes over all pools. Rounds alternate between the cases, so that a slow spell of the
-    machine meets them all."""
+    """All modes over all pools. Each round runs every case, so that a slow spell of the machine
+    affects all cases alike."""
     load = flags.load
     cases = [make_case(mode, pool, load) for mode in MODES for pool in flags.all_pools]
     floors: list[float] = []
@@ -122,12 +129,12 @@ def measure(flags: HostFlags, _) -> Iterator[Row]:
 
 
 def of(rows: Sequence[Row], mode: str) -> list[Row]:
-    """By pool."""
+    """The rows of a mode, sorted by pool."""
     return sorted((row for row in rows if row.mode == mode), key=lambda row: row.pool)
 
 
 def values(_: HostFlags, rows: Sequence[Row]) -> Values:
-    """Of the largest pool, and its growth over the smallest."""
+    """Numbers at the largest pool, and their growth from the smallest pool."""
     numbers: dict[str, float] = {
         "floor_us_per_step": rows[0].floor_us, "step_input_bytes": rows[0].input_bytes
     }  # fmt: skip
@@ -146,7 +153,7 @@ def values(_: HostFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: HostFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Time over the pool's size."""
+    """Step time over the pool's size."""
     axes = figure.subplots()
     plots.lines(axes, rows, "pool", "median_us", "mode", "blocks in the pool", "µs a step")
     axes.axhline(TARGET_US, color="#888888", linestyle="--", label="target")

@@ -1,4 +1,4 @@
-"""Host work of the engine's steps, apart from any device: a load, and ways to look at a step.
+"""Host work of the engine's steps without a device: a load, and measures of one step.
 
 Used by experiments/bench/host.py.
 """
@@ -36,7 +36,7 @@ class _Ready:
 
 
 class FreeExecutor:
-    """A device that takes no time: its tokens were made beforehand."""
+    """A device that takes no time and returns constant tokens."""
 
     compilations, dtype, adapters = 0, "float32", None
 
@@ -67,7 +67,7 @@ class FreeExecutor:
 
 @dataclass(frozen=True)
 class Load:
-    """num_seqs sequences that run at once, for `steps` steps after their prompts."""
+    """`num_seqs` sequences that run at once, for `steps` decode steps after their prefill."""
 
     num_seqs: int
     steps: int
@@ -76,18 +76,22 @@ class Load:
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most; a few steps pass before the counted ones."""
+        """Most tokens of a sequence, including a few steps before the counted ones."""
         return LONGEST_PROMPT + self.steps + 8
 
     @property
     def smallest_pool(self) -> int:
-        """Blocks that hold it, the reserved one included."""
+        """Blocks that hold the load, the reserved block included."""
         return self.num_seqs * -(-self.longest // self.page_size) + 1
 
 
 @dataclass
 class Case:
-    """One engine. times_us: of each counted step; running: its sequences that generated."""
+    """One engine under a mode's load.
+
+    times_us: microseconds of each counted step.
+    running: sequences that decoded in each counted step.
+    """
 
     mode: str
     pool: int
@@ -98,7 +102,8 @@ class Case:
 
 
 def engine_config(mode: str, pool: int, load: Load) -> EngineConfig:
-    """Of a pool of `pool` blocks, the reserved one included. Raises ValueError if it cannot be."""
+    """A configuration with a pool of `pool` blocks, the reserved block included. Raises ValueError
+    if it is invalid."""
     config = EngineConfig(
         max_num_seqs=load.num_seqs,
         max_num_batched_tokens=load.num_seqs * LONGEST_PROMPT,
@@ -123,7 +128,7 @@ def make_case(mode: str, pool: int, load: Load) -> Case:
 
 
 def fill_with_prefixes(engine: Engine) -> None:
-    """Every free block holds an old prefix that nobody will ask for."""
+    """Publish an old prefix in every free block. No later request shares it."""
     policy, page_size = DenseHost.of(engine.host_policy), engine.config.page_size
     assert policy.prefixes is not None
     pool, cache = policy.pool, policy.prefixes.cache
@@ -136,7 +141,7 @@ def fill_with_prefixes(engine: Engine) -> None:
 
 
 def start(case: Case, load: Load, rng: np.random.Generator) -> None:
-    """All sequences past their prompts, in the steps that follow."""
+    """Add all sequences and run their prefill, so that the following steps only decode."""
     add(case, load, rng, load.num_seqs)
     for _ in range(4):
         case.engine.step()
@@ -163,7 +168,7 @@ def stop(case: Case) -> None:
 def times_of(
     case: Case, load: Load, rng: np.random.Generator, around: Callable[[Callable], float]
 ) -> list[float]:
-    """What `around` makes of each of `load.steps` calls of `Engine.step`."""
+    """`around` of each of `load.steps` calls of `Engine.step`."""
     start(case, load, rng)
     first, found = len(case.engine.metrics.steps), []
     for _ in range(load.steps):
@@ -184,7 +189,7 @@ def microseconds(step: Callable) -> float:
 
 
 def calls_of(step: Callable) -> float:
-    """Functions of Python and C that a step calls."""
+    """Number of Python and C functions that a step calls."""
     count = 0
 
     def note(_frame, event: str, _argument) -> None:
@@ -210,7 +215,7 @@ def peak_kib_of(step: Callable) -> float:
 
 
 def copy_us(inputs: StepInputs) -> tuple[float, int]:
-    """Microseconds of a fresh copy of what a step sends, the best of 20, and its bytes."""
+    """Microseconds to copy a step's packed inputs, the best of 20, and their bytes."""
     packed = inputs.packed
     assert packed is not None
     return min(microseconds(packed.copy) for _ in range(20)), packed.nbytes

@@ -2,14 +2,18 @@
 
 python -m experiments.bench.http   # extra `serve`
 
-Requests arrive open-loop, Poisson, at each of --request_rates: the lowest for latencies, the
-highest, which should be more than the engine can serve, for throughput. In each round three serve
-them: the engine in this process; the server, a process of its own, to a client in this one that
-waits for whole answers; and the same with streams, an event for each token. The client is a plain
-socket that reads its bytes when all is over. Then --disconnects clients cut their connections at
-random times, while others are served whose tokens are compared too. Tokens that differ from the
-engine's own count as lost, but for near ties (`experiments.lib.near_ties`) and what follows them.
-The server's log is server.log.
+Requests arrive open-loop, Poisson, at each of --request_rates. Latencies are measured at the lowest
+rate. Throughput is measured at the highest, which should exceed what the engine can serve. Each
+round serves the trace in three ways:
+
+    offline     the engine in this process
+    unstreamed  the server, in its own process; the client, in this one, waits for whole answers
+    streamed    the same server and client, with an event for each token
+
+The client is a plain socket; it parses the received bytes after the run. Then --disconnects clients
+cut their connections at random times, while other requests run whose tokens are compared too.
+Tokens that differ from the engine's own count as lost, except near ties
+(`experiments.lib.near_ties`) and the tokens after them. The server's log is server.log.
 """
 
 import asyncio
@@ -73,11 +77,21 @@ class HttpFlags(ExecutorFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """A trace served once. Times are seconds from a request's arrival, as the engine has them where
-    it is alone and as the client has them otherwise. cpu_ms_per_token: of all processes. lost:
-    tokens that are not the engine's. Of clients that left early, `requests` in number: how many got
-    no whole answer; bytes of KV memory in use when all was over, less what was before; requests
-    that were left then; and `lost` of others, served meanwhile."""
+    """A trace served once.
+
+    Times are seconds from a request's arrival: the engine's records offline, the client's
+    otherwise.
+
+    cpu_ms_per_token: CPU time of all processes.
+    lost: tokens that differ from the engine's own.
+
+    For disconnects, `requests` is the number of clients that leave early, `lost` counts tokens of
+    the other requests served meanwhile, and
+
+    cut: clients without a whole answer.
+    leaked_bytes: KV memory in use at the end, less KV memory in use before.
+    pending: requests that the server still has at the end.
+    """
 
     request_rate: float
     round: int
@@ -103,7 +117,7 @@ class Row:
 
 @dataclass
 class Bench:
-    """The engine of this process, and a server beside it on `port`."""
+    """The engine in this process, and a server in another process on `port`."""
 
     engine: Engine
     model: str
@@ -146,7 +160,8 @@ class Bench:
         )  # fmt: skip
 
     def lost(self, expected: Sequence[RequestOutput], answers: Sequence[Answer]) -> tuple[int, int]:
-        """Tokens that are not the engine's own, and near ties, whose answers count for none."""
+        """(lost tokens, near ties). After a difference all tokens are lost, unless it is a near tie
+        and lengths are equal. A wrong text or a wrong number of tokens counts as one."""
         theirs = [
             replace(ours, sequences=[SequenceOutput(answer.tokens, answer.text, "length")])
             for ours, answer in zip(expected, answers, strict=True)
@@ -177,14 +192,14 @@ def _row(
 
 
 def tpot_s(answer: Answer) -> float | None:
-    """Time per token after the first, of one that was streamed."""
+    """TPOT of a streamed answer: seconds per token after the first; None if it was not streamed."""
     if answer.first_token_s is None or len(answer.tokens) < 2:
         return None
     return (answer.whole_s - answer.first_token_s) / (len(answer.tokens) - 1)
 
 
 def disconnects(bench: Bench, trace: Sequence[Request], flags: HttpFlags) -> Row:
-    """Clients that leave at random times, beside some that stay."""
+    """Serve clients that disconnect at random times, beside WITNESSES clients that stay."""
     count, rate = flags.disconnects, flags.disconnect_rate
     gaps, began_s = count / rate / WITNESSES, time.perf_counter()
     witnesses = [replace(r, arrival_s=i * gaps) for i, r in enumerate(trace[:WITNESSES])]
@@ -213,7 +228,7 @@ def disconnects(bench: Bench, trace: Sequence[Request], flags: HttpFlags) -> Row
 
 
 def traces(flags: HttpFlags) -> dict[float, list[Request]]:
-    """The requests at each rate. Raises ValueError for what cannot be served."""
+    """The requests at each rate. Raises ValueError if one does not fit the engine."""
     longest = min(flags.engine.max_model_len, flags.engine.kv_cache_tokens)
     size = checkpoint.load_config(flags.model).vocab_size
     vocabulary = Vocabulary(load_tokenizer(flags.model), size, longest)
@@ -235,7 +250,7 @@ def check(flags: HttpFlags) -> None:
 
 
 def serve_all(bench: Bench, made: Mapping[float, list[Request]], rounds: int) -> Iterator[Row]:
-    """All traces; the one of the highest rate in each of `rounds`, all three ways in turn."""
+    """Serve each trace in all three ways; the trace of the highest rate `rounds` times."""
     full = max(made)
     plan = [(rate, 0) for rate in sorted(made)] + [(full, i) for i in range(1, rounds)]
     for rate, round_ in tqdm(plan, "serving", unit=" rounds", leave=False):
@@ -254,13 +269,13 @@ def measure(flags: HttpFlags, run: Run) -> Iterator[Row]:
     )
     with http_load.running_server(server, run.folder / "server.log") as port:
         bench = Bench(engine, flags.model, port)
-        gc.freeze()  # the client is in this process, and its objects are few
+        gc.freeze()  # so that collections during a run scan the client's few objects only
         yield from serve_all(bench, made, flags.rounds)
         yield disconnects(bench, made[min(made)], flags)
 
 
 def at(rows: Sequence[Row], choose: Any, how: str) -> list[Row]:
-    """Of the lowest (min) or the highest (max) rate."""
+    """The rows of a way `how` at the lowest (`choose` is min) or the highest (max) rate."""
     rate = choose(row.request_rate for row in rows if row.how != LEFT)
     return [row for row in rows if (row.request_rate, row.how) == (rate, how)]
 
@@ -303,7 +318,7 @@ def holds(v: Mapping[str, float]) -> bool:
 
 
 def table(_: HttpFlags, rows: Sequence[Row]) -> str:
-    """A line a run."""
+    """A line for each run."""
     lines = [
         "seconds from a request's arrival: the engine's own where it is offline, else its client's",
         f"{'':22}{'tokens/s':>11}{'CPU ms':>8}"

@@ -1,7 +1,7 @@
-"""An HTTP client that costs little: while requests run it only notes when which bytes came.
+"""An HTTP client of little CPU time: while requests run, it only stores received bytes and times.
 
-Client and server share a machine, and what the client takes the server lacks. So bytes are read,
-and JSON is parsed, when all is over.
+Client and server share a machine, so CPU time of the client is lost to the server. Responses and
+their JSON are therefore parsed after the run.
 """
 
 import asyncio
@@ -19,8 +19,10 @@ EVENT = b"data: "
 
 @dataclass
 class Exchange(asyncio.Protocol):
-    """One request on a connection of its own. Times are of `time.perf_counter`. pieces: the bytes
-    of the answer, with the times at which they came."""
+    """One request on its own connection. Times are of `time.perf_counter`.
+
+    pieces: (time of receipt, bytes) of each piece of the response.
+    """
 
     request: bytes
     ended: asyncio.Future[None]
@@ -45,8 +47,13 @@ class Exchange(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request. Seconds from its sending; first_token_s: None where it was not
-    streamed. finish_reason: of its first choice. error: what the server said instead."""
+    """The response to a request.
+
+    whole_s: seconds from the opening of the connection to its end.
+    first_token_s: seconds to the first event; None if not streamed.
+    finish_reason: of the last choice.
+    error: the server's message, if the request failed.
+    """
 
     whole_s: float
     first_token_s: float | None
@@ -58,7 +65,7 @@ class Answer:
 
 
 def post(path: str, body: dict[str, Any]) -> bytes:
-    """A request whose connection ends with its answer."""
+    """The bytes of a POST request with `Connection: close`."""
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
@@ -68,7 +75,7 @@ def post(path: str, body: dict[str, Any]) -> bytes:
 
 
 async def exchange(port: int, request: bytes, leave_after_s: float | None = None) -> Exchange:
-    """Send a request and wait for its end. leave_after_s: cut the connection then."""
+    """Send a request and wait for its end. leave_after_s: seconds until the client disconnects."""
     loop = asyncio.get_running_loop()
     mine = Exchange(request, loop.create_future(), time.perf_counter())
     transport, _ = await loop.create_connection(lambda: mine, HOST, port)
@@ -82,7 +89,7 @@ async def open_loop(
     port: int, requests: Sequence[bytes], arrivals_s: Sequence[float],
     leave_after_s: Sequence[float] | None = None,
 ) -> list[Exchange]:  # fmt: skip
-    """Send each request at its time from now, whatever has become of those before."""
+    """Send each request `arrivals_s` seconds from now, whether or not earlier requests ended."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
 
@@ -95,7 +102,7 @@ async def open_loop(
 
 
 def read(done: Exchange) -> Answer:
-    """Raises ValueError for an answer that is not whole."""
+    """The parsed response. Raises ValueError if it is incomplete."""
     status, content = _parsed(b"".join(data for _, data in done.pieces))
     whole_s = done.end_s - done.began_s
     if status != 200:
@@ -110,12 +117,12 @@ def read(done: Exchange) -> Answer:
 
 
 def _parsed(data: bytes) -> tuple[int, bytes]:
-    """Status and body of what a connection brought until it was closed."""
+    """Status and body of all bytes received on a connection."""
     connection, status, body = h11.Connection(h11.CLIENT), 0, bytearray()
     connection.send(h11.Request(method="POST", target="/", headers=[("Host", HOST)]))
     connection.send(h11.EndOfMessage())
     try:
-        for received in (data, b"")[not data :]:  # nothing stands for the end
+        for received in (data, b"")[not data :]:  # h11 reads b"" as the end of the connection
             connection.receive_data(received)
         while not isinstance(event := connection.next_event(), h11.EndOfMessage):
             if isinstance(event, h11.Response):
@@ -128,7 +135,7 @@ def _parsed(data: bytes) -> tuple[int, bytes]:
 
 
 def _joined(chunks: list[dict[str, Any]], whole_s: float, first_s: float | None) -> Answer:
-    """Of all chunks of a stream, or of the one of an answer that was not streamed."""
+    """The answer in all chunks of a stream, or in the one chunk of an unstreamed response."""
     failed = [chunk["error"]["message"] for chunk in chunks if "error" in chunk]
     if failed:
         return Answer(whole_s, first_s, [], "", 0, error=failed[0])

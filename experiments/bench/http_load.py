@@ -1,4 +1,4 @@
-"""The server as a process of its own, and what it says of itself under load."""
+"""The server in its own process, its metrics, and clients that load it."""
 
 import contextlib
 import http.client
@@ -21,10 +21,10 @@ from experiments.serve_http import ServerFlags
 from experiments.workloads.workloads import Request, poisson_arrivals
 from paged.requests.sampling_params import SamplingParams
 
-START_S, END_S = 600.0, 90.0  # at most, for the server to compile, and to end
+START_S, END_S = 600.0, 90.0  # longest waits for the server to compile, and to end
 COMPLETIONS = "/v1/completions"
-LONG_OUTPUT = 512  # tokens that a client asks for who leaves before
-SENDING = 10  # one in so many clients leaves before its request is sent
+LONG_OUTPUT = 512  # max_tokens of a client that disconnects before they are generated
+SENDING = 10  # one in SENDING clients disconnects with part of its request sent
 
 
 def _serve(flags: ServerFlags, log: Path) -> None:
@@ -36,8 +36,8 @@ def _serve(flags: ServerFlags, log: Path) -> None:
 
 @contextlib.contextmanager
 def running_server(flags: ServerFlags, log: Path) -> Iterator[int]:
-    """The port of `experiments.serve_http` with these flags, but for the address, in a process of
-    its own. Raises OSError if it does not start."""
+    """Run `experiments.serve_http` with these flags in its own process, on a free local port, which
+    is yielded. Raises OSError if it does not start."""
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     args = replace(flags, host=HOST, port=port), log
@@ -75,7 +75,12 @@ def get(port: int, path: str) -> str:
 
 @dataclass(frozen=True)
 class Told:
-    """What /metrics says."""
+    """Metrics of the server.
+
+    kv_bytes: KV memory in use.
+    pending: running and waiting requests.
+    cpu_s: CPU time of the server's process.
+    """
 
     kv_bytes: float
     pending: float
@@ -97,7 +102,7 @@ def told(port: int) -> Told:
 
 
 def idle(port: int, wait_s: float = 60.0) -> Told:
-    """What it says once nothing runs or waits, or when that has taken too long."""
+    """The metrics once no request is pending, or after `wait_s` seconds."""
     deadline_s = time.monotonic() + wait_s
     while (now := told(port)).pending and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -105,7 +110,7 @@ def idle(port: int, wait_s: float = 60.0) -> Told:
 
 
 def completion(model: str, request: Request, streams: bool, **more: Any) -> bytes:
-    """The HTTP request, whose answer has the ids of its tokens, and their number."""
+    """The bytes of the HTTP request. Its response includes token ids and their number."""
     options = {"stream_options": {"include_usage": True}} if streams else {}
     body = {
         "model": model, "prompt": request.prompt, "max_tokens": request.max_tokens,
@@ -116,18 +121,18 @@ def completion(model: str, request: Request, streams: bool, **more: Any) -> byte
 
 
 async def served(port: int, model: str, trace: Sequence[Request], streams: bool) -> list[Answer]:
-    """The answers, each of which has come whole."""
+    """The answers to a trace. Raises ValueError if one is incomplete."""
     requests, arrivals = completions(model, trace, streams), [each.arrival_s for each in trace]
     return list(map(read, await open_loop(port, requests, arrivals)))
 
 
 def completions(model: str, trace: Sequence[Request], streams: bool) -> list[bytes]:
-    """Of a trace; request i draws with seed i."""
+    """The HTTP requests of a trace; request i samples with seed i."""
     return [completion(model, each, streams, seed=i) for i, each in enumerate(trace)]
 
 
 def sampling(request: Request, seed: int) -> SamplingParams:
-    """What `completion` asks for."""
+    """The sampling parameters of the HTTP request that `completion` makes."""
     return SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos, seed=seed)
 
 
@@ -135,8 +140,9 @@ async def leave_early(
     port: int, model: str, requests: Sequence[Request], count: int, rate: float, most_s: float,
     longest: int, seed: int,
 ) -> int:  # fmt: skip
-    """`count` clients, `rate` a second, cut their connections up to `most_s` after they came: some
-    while they send, the others while they wait or read. How many of them got no whole answer."""
+    """Run `count` clients, `rate` a second, that disconnect within `most_s` seconds: one in SENDING
+    while it sends, the others while they wait or read. The number of clients without a whole
+    answer."""
     rng = np.random.default_rng([seed, 4])
     asked = []
     for i in range(count):

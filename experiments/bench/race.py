@@ -1,4 +1,4 @@
-"""Systems that generate the same tokens take turns: this engine, transformers and PEFT."""
+"""Races of systems that generate the same tokens in turns: this engine, transformers and PEFT."""
 
 import itertools
 import logging
@@ -33,9 +33,9 @@ RANDOM_100M = ModelConfig(
 Tokens = list[list[int]]
 System = Callable[[Tokens, int], Tokens]  # (prompts, output tokens of each) -> outputs
 
-# transformers' continuous batching. Of pages of 16 to 256 tokens and steps of 32 to 2,048, these
-# are among the fastest here, for prompts and decoding alike. Blocks are not shared, lest a
-# repetition find its prompts cached.
+# Options of transformers' continuous batching. Among pages of 16 to 256 tokens and steps of 32 to
+# 2,048 tokens, these are among the fastest, in prefill and decode alike. Blocks are not shared:
+# otherwise later runs would find their prompts cached.
 CONTINUOUS: dict[str, Any] = {
     "page_size": 64,
     "max_batch_tokens": 512,
@@ -44,7 +44,7 @@ CONTINUOUS: dict[str, Any] = {
 
 
 def ours(engine: Engine, adapters: Sequence[str] | None = None) -> System:
-    """adapters: of each prompt, by name."""
+    """This engine as a system. adapters: each prompt's adapter, by name."""
 
     def run(prompts: Tokens, output_tokens: int) -> Tokens:
         how = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
@@ -54,7 +54,7 @@ def ours(engine: Engine, adapters: Sequence[str] | None = None) -> System:
 
 
 def load_torch(folder: Path):
-    """transformers' model in float32 with SDPA attention, on all cores, never ending a sequence."""
+    """transformers' model in float32 with SDPA attention, on all cores, without an EOS token."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -71,7 +71,7 @@ def load_torch(folder: Path):
 
 
 def static(model, adapters: Sequence[str] | None = None) -> System:
-    """adapters: of each prompt, by name, where the model has any."""
+    """transformers' `generate` as a system. adapters: each prompt's PEFT adapter, by name."""
     import torch
 
     which = {"adapter_names": list(adapters)} if adapters else {}
@@ -92,7 +92,7 @@ def static(model, adapters: Sequence[str] | None = None) -> System:
 
 
 def with_peft(model, folders: Mapping[str, Path]):
-    """The model with LoRA adapters of PEFT, by name, that `static` may mix in a batch."""
+    """The model with PEFT's LoRA adapters, by name. `static` may mix them in a batch."""
     from peft import PeftModel
 
     adapters = iter(folders.items())
@@ -104,8 +104,8 @@ def with_peft(model, folders: Mapping[str, Path]):
 
 
 def continuous(model, max_batch: int, max_model_len: int) -> tuple[System, Callable[[], None]]:
-    """The system for batches and sequences up to these sizes, and what stops its background
-    thread."""
+    """The system for batches and sequences up to these sizes, and a function that stops its
+    background thread."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     pages = -(-max_model_len // CONTINUOUS["page_size"]) + 1
@@ -151,7 +151,7 @@ class RaceFlags(Flags):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence."""
+        """Most tokens of a sequence, prompt and output."""
         return self.prompt_tokens[1] + self.output_tokens
 
 
@@ -178,16 +178,16 @@ def make_prompts(vocab_size: int, batch: int, span: Sequence[int], seed: int) ->
 
 
 def equal_share(outputs: Tokens, reference: Tokens) -> float:
-    """Share of tokens that are the reference's at the same place."""
+    """Share of tokens that equal the reference's at the same position."""
     same = [a == b for x, y in zip(outputs, reference, strict=True) for a, b in zip(x, y)]
     return float(np.mean(same))
 
 
 def decode_times(steps: Sequence[StepRecord], batch: int) -> tuple[list[float], list[float]]:
-    """Step and host seconds per token, of the steps that only decode `batch` sequences.
+    """Step and host seconds per token of a sequence, of steps that only decode `batch` sequences.
 
-    Only those that follow another such step: the time between is then a step's. A step that
-    computes several tokens of each sequence counts by the token.
+    A step counts only if the step before also decodes `batch` sequences: the time between their
+    ends is then the time of one step. The time of a multi-token step is divided by its tokens.
     """
     times, host = [], []
     for before, step in itertools.pairwise(steps):
@@ -201,8 +201,13 @@ def decode_times(steps: Sequence[StepRecord], batch: int) -> tuple[list[float], 
 
 @dataclass(frozen=True)
 class Contestant:
-    """How a system generates. engine: None for peers. sequences: of its decode steps. floor_s: of
-    one in the middle of the generation. same_as: the system whose tokens it must give."""
+    """A system in a race.
+
+    sequences: sequences in each of its decode steps.
+    engine: None for peers.
+    floor_s: floor of a decode step in the middle of the generation, in seconds.
+    same_as: the system whose tokens are its reference; empty for its own first outputs.
+    """
 
     generate: System
     sequences: int
@@ -213,10 +218,15 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Row:
-    """One timed run. seconds, cpu_s: wall and CPU time, prompts included. equal: share of the
-    tokens that are those of `same_as`. sequences: of a decode step. step_s, host_s: medians of such
-    steps, for each token of a sequence: from the end of one to the end of the next, and what the
-    host worked in it; None for peers."""
+    """One timed run.
+
+    seconds, cpu_s: wall and CPU time, prefill included.
+    equal: share of the tokens that equal the reference's.
+    sequences: sequences in a decode step.
+    step_s: median time between the ends of decode steps, per token of a sequence; None for peers.
+    host_s: median host time of these steps, per token of a sequence; None for peers.
+    floor_s: floor of a decode step.
+    """
 
     model: str
     batch: int
@@ -246,8 +256,7 @@ def race(
 ) -> Iterator[Row]:  # fmt: skip
     """All timed runs: each system in turn, `repeats` times, after one round that compiles.
 
-    Raises RuntimeError for outputs that have not the length asked for, and where a timed run
-    compiles.
+    Raises RuntimeError if an output does not have `output_tokens` tokens, or a timed run compiles.
     """
     batch = len(prompts)
     reference: dict[str, Tokens] = {}
@@ -256,7 +265,7 @@ def race(
         one = systems[system]
         steps = one.engine.metrics.steps if one.engine else []
         first, compiled = len(steps), compilations.count()
-        time.sleep(0.05)  # worker threads of the one before stop spinning
+        time.sleep(0.05)  # until worker threads of the previous system stop spinning
         began, cpu_began = time.perf_counter(), time.process_time()
         outputs = one.generate(prompts, output_tokens)
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
@@ -278,7 +287,7 @@ def race(
 
 
 def median(rows: Sequence[Row], model: str, batch: int, system: str, field: str) -> float | None:
-    """Over the repeats; None where the system did not run, or has no such number."""
+    """Median of a field over the repeats; None if the system did not run, or a value is None."""
     key = model, batch, system
     found = [getattr(r, field) for r in rows if (r.model, r.batch, r.system) == key]
     return float(np.median(found)) if found and None not in found else None
@@ -317,8 +326,8 @@ def table(_: object, rows: Sequence[Row]) -> str:
 
 
 def draw(_: object, figure: Figure, rows: Sequence[Row]) -> None:
-    """Output tokens a second over the batch, a line a system and a panel a model; bars where there
-    is one batch."""
+    """Output tokens a second over the batch size, a panel for each model, a line for each system;
+    bars if there is one batch size."""
     models = list(dict.fromkeys(row.model for row in rows))
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models):
         found = {batch: names for (name, batch), names in contests(rows).items() if name == model}

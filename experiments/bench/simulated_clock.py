@@ -1,4 +1,4 @@
-"""How long a run takes in simulated time, with this machine's own rates, beside the run itself.
+"""The duration of a run in simulated time, with this machine's own rates, beside the real run's.
 
     python -m experiments.bench.simulated_clock
 
@@ -6,13 +6,14 @@ The engine serves each trace on this device, and again in simulated time:
 
     demo      tasks' prompts that arrive at random, as in configs/demo.flags
     sharegpt  ShareGPT's lengths, all at once, as in configs/sharegpt.flags
-    diffkv    the demo's prompts over DiffKV's pages
+    diffkv    the demo's prompts under the policy DiffKV
 
 Two questions. Is the schedule the same? The run's log is replayed on a simulated device, and every
-event must be the same. Is the clock right? The requests are served again, with as many tokens as
-they got, by an engine whose steps take what this machine's steps take by size (`Rates`). The rates
-are fitted to steps of other requests, which the same engine serves before and after the trace, so
-that a slow spell of the machine meets both. They are means: of a busy machine too, sums are right.
+event must be equal. Is the clock right? The requests are served again, each with its output length
+of the real run, by an engine whose step times follow from the step's size (`Rates`). The rates are
+fitted to steps of other requests, which the same engine serves before and after the trace, so that
+a slow spell of the machine affects both. Rates are means, so that sums are right on a busy machine
+too.
 """
 
 import tempfile
@@ -59,7 +60,7 @@ TRACES: dict[str, tuple[WorkloadConfig, dict[str, Any]]] = {
     "sharegpt": (WorkloadConfig("sharegpt", length_divisor=4), SHAREGPT),
     "diffkv": (PROMPTS, DIFFKV),
 }
-# Prompt and output of the requests whose steps are measured, at most.
+# Longest prompt and output, in tokens, of the requests that the rates are fitted to.
 MEASURED = {"demo": (900, 60), "sharegpt": (175, 90), "diffkv": (900, 60)}
 TOLERANCE = 0.15
 
@@ -74,12 +75,14 @@ class ClockFlags(Flags):
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds that a step takes by its size: the clock of a `SimulatedExecutor`.
+    """Seconds of a step by its size: the clock of a `SimulatedExecutor`.
 
-    step_s, prefill_step_s: of any step, and of one with prompts besides.
-    prefill_token_s, decode_row_s: of a token and a row that are computed, padding included.
-    cached_token_s: of a token that a generating row reads.
-    pair_s: of a query and a key of a prompt.
+    step_s: per step.
+    prefill_step_s: more, per step with prefill tokens.
+    prefill_token_s: per prefill token, padding included.
+    decode_row_s: per decode row, padding included.
+    cached_token_s: per token of context of a decode row.
+    pair_s: per (query, key) pair of a prefill.
     """
 
     step_s: float
@@ -91,7 +94,7 @@ class Rates:
 
     @classmethod
     def fit(cls, sizes: np.ndarray, seconds: np.ndarray) -> "Rates":
-        """Least squares, none below 0. sizes: [n, 6] of `size_of`. seconds: [n]."""
+        """Non-negative least squares. sizes: [n, 6], rows of `size_of`. seconds: [n]."""
         scale = np.maximum(sizes.max(0), 1.0)
         return cls(*(nnls(sizes / scale, seconds)[0] / scale).tolist())
 
@@ -100,7 +103,7 @@ class Rates:
 
 
 def size_of(inputs: StepInputs) -> np.ndarray:
-    """What each of `Rates` is multiplied with [6]."""
+    """[6] the factor of each field of `Rates`, in their order."""
     prompts, prefill = inputs.num_prefill_rows, inputs.num_prefill_tokens
     lengths = np.asarray(inputs.lengths, np.float64)
     new = np.diff(np.asarray(inputs.query_starts, np.float64))
@@ -111,9 +114,14 @@ def size_of(inputs: StepInputs) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Row:
-    """A trace, run and simulated. same_schedule: of the run's log and its replay. error: of the
-    simulated duration. step_error: of the steps that the rates are fitted to, mean of the relative
-    errors. steps, steps_simulated: of the trace."""
+    """A trace, run and simulated.
+
+    same_schedule: whether the run's log and its replay are equal.
+    error: relative error of the simulated duration.
+    step_error: mean relative error of the steps that the rates are fitted to.
+    steps, steps_simulated: steps of the trace, run and simulated.
+    step_s to pair_s: the fitted `Rates`.
+    """
 
     trace: str
     requests: int
@@ -136,7 +144,7 @@ class Row:
 def measured_requests(
     count: int, longest: tuple[int, int], vocab_size: int, seed: int
 ) -> list[Request]:
-    """All at once, of lengths up to `longest`."""
+    """`count` requests that arrive at once, with random lengths up to `longest`."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, np.array(longest) + 1, (count, 2)).tolist()
     return [
@@ -149,7 +157,12 @@ def measured_requests(
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine has done with requests. outputs: tokens of each."""
+    """Requests that an engine has served.
+
+    seconds: from the start to the last end.
+    first_step: index of the first step.
+    outputs: output tokens of each request.
+    """
 
     seconds: float
     first_step: int
@@ -166,7 +179,7 @@ def serve_all(engine: Engine, requests: Sequence[Request]) -> Served:
 def compare(
     name: str, engine: Engine, requests: Sequence[Request], measured: Sequence[Sequence[Request]]
 ) -> Row:
-    """Serve a trace on a warm engine, between the requests whose steps are measured, and in
+    """Serve a trace on a warm engine, between the two sets of `measured` requests, and again in
     simulated time."""
     sizes: list[np.ndarray] = []
     execute = engine.executor.execute
@@ -204,7 +217,7 @@ def compare(
 
 
 def _replays(engine: Engine) -> bool:
-    """Whether all that the engine has done is done again in simulated time."""
+    """Whether a replay of the engine's log in simulated time gives equal events."""
     with tempfile.TemporaryDirectory() as folder:
         log = read_log(write_log(folder, "events.jsonl", engine.events))
     events = replay(simulated_engine(log, engine.model, engine.tokenizer), log)
@@ -212,7 +225,7 @@ def _replays(engine: Engine) -> bool:
 
 
 def served(flags: ClockFlags, name: str) -> Row:
-    """A trace, as the engine serves it and as it does in simulated time."""
+    """Serve a trace on the device and in simulated time."""
     model, tokenizer = checkpoint.load_config("bundled"), load_tokenizer("bundled")
     asked, config_fields = TRACES[name]
     config = engine_config(model, **config_fields)

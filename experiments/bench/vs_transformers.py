@@ -1,18 +1,18 @@
-"""Races the engine against transformers on this machine: same weights, prompts and lengths.
+"""Race the engine against transformers on this machine: same weights, prompts and lengths.
 
 python -m experiments.bench.vs_transformers
 
 Three systems, in one process and in float32, generate equally many greedy tokens from the same
-prompts of ragged lengths, end of sequence ignored:
+prompts of ragged lengths. The end-of-sequence token is ignored:
 
     ours        this engine, `Engine.generate`
     static      transformers' `generate` on one left-padded batch
     continuous  transformers' continuous batching, the manager behind `generate_batch`, kept running
 
-Each is warmed up on the same batch; then they take turns, and medians of their times count. Models:
-'bundled', and '100m', a random Llama of 110 million parameters. The engine's decode steps are also
-compared with their floor (paged/simulator/roofline.py). Without torch (the extra `parity`) ours
-runs alone, and the claim stays open.
+Each system is warmed up on the same batch. Then they take turns; reported times are medians.
+Models: 'bundled', and '100m', a random Llama of 110 million parameters. The engine's decode steps
+are also compared with their floor (paged/simulator/roofline.py). Without torch (the extra `parity`)
+`ours` runs alone, and the claim is not tested.
 """
 
 import importlib.util
@@ -70,7 +70,7 @@ def check(flags: TransformersFlags) -> None:
 
 @contextmanager
 def peers_of(folder: Path, flags: TransformersFlags) -> Iterator[dict[str, System]]:
-    """By name; none without torch."""
+    """transformers' systems by name; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         print("torch is missing (pip install 'paged-jax[parity]'): ours runs alone")
         yield {}
@@ -105,9 +105,13 @@ def measure(flags: TransformersFlags, _) -> Iterator[Row]:
 
 
 def values(_: TransformersFlags, rows: Sequence[Row]) -> Values:
-    """tokens_per_s_SYSTEM_MODEL_BATCH: the median over the repeats. speedup_SYSTEM_MODEL: ours over
-    that system's, and step_over_floor_MODEL, host_share_MODEL: of our decode steps, at the largest
-    batch. equal_SYSTEM_MODEL: share of tokens that are ours, over all batches."""
+    """Flat numbers of the race.
+
+    tokens_per_s_SYSTEM_MODEL_BATCH: median over the repeats.
+    speedup_SYSTEM_MODEL: our tokens/s over the system's, at the largest batch.
+    step_over_floor_MODEL, host_share_MODEL: of our decode steps, at the largest batch.
+    equal_SYSTEM_MODEL: share of tokens that equal ours, over all batches.
+    """
     numbers: dict[str, float | None] = {}
     for (model, batch), systems in race.contests(rows).items():
         found = {s: race.median(rows, model, batch, s, "tokens_per_s") for s in systems}

@@ -2,21 +2,21 @@
 
     python -m experiments.gpu.check --output_dir=experiments/results/h200
 
-It needs the repository and JAX with CUDA, and no absl: its flags are argparse's. What else is
-importable joins in as a peer. In order:
+It needs the repository and JAX with CUDA, but no absl: its flags are argparse's. Other kernel
+libraries that can be imported are timed as peers. In order:
 
-1. every op and named argument spec against `reference` in float32, and twice to the same bits;
+1. every op and named argument spec against `reference` in float32, and two runs bit for bit;
    also long contexts, large logits, and chunks after long histories (correctness.py);
-2. this GPU's rates: bytes of a large array read or copied, FLOPs of a large bfloat16 product;
+2. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
 3. the median time of every kernel and spec on the device, beside its floor at these rates;
-4. the engine's decode step at Llama-3-8B's shapes beside its weights and KV cache, where the
-   engine's packages are installed; peers' times for the same shapes;
-5. what XLA makes of the ops: checked and timed the same way.
+4. the engine's decode step at Llama-3-8B's shapes, beside the floor of its weights and KV cache, if
+   the engine's packages are installed; peers' times for the same shapes;
+5. XLA's implementations of the ops, checked and timed the same way.
 
-What --minutes leave no time for is named as left out. Times are those of kernels alone: what
-passes between them does not count. A call's inputs are rotated, so that few find their own in the
-L2 cache. gpu_check.json, written as results come, holds all of it with hardware, versions and
-commit. Exits with an error where a result is wrong.
+Parts that --minutes leave no time for are listed as left out. Times are kernel times: gaps between
+kernels do not count. Calls rotate through several sets of inputs, so that few inputs are in the L2
+cache. gpu_check.json holds all results with hardware, versions and commit; it is rewritten after
+each result. Exits with an error if a result is wrong.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from pallas_kernels.ops import OPS
 from pallas_kernels.specs import Rates, Spec
 
 REPEATS = 10
-L2_BYTES = 64 * 2**20  # at least what any GPU has that the kernels run on
+L2_BYTES = 64 * 2**20  # at least the L2 cache of any GPU that the kernels run on
 MAX_SETS = 32
 # The specs whose times matter most are timed first.
 FIRST = (
@@ -57,7 +57,7 @@ FIRST = (
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a call, its floor at the measured rates, and what the floor counts."""
+    """Seconds of a call, and its floor at the measured rates: of `bytes` moved and `flops`."""
 
     op: str
     spec: str
@@ -73,8 +73,8 @@ class Timing:
 
 
 def device_seconds(function: Callable, *arguments) -> float:
-    """Median time that the GPU spends in the kernels of `function(*arguments)`; without a GPU, the
-    time of one call, which tells nothing about any."""
+    """Median seconds of GPU kernels in `function(*arguments)`; without a GPU, wall time of one
+    call, which says nothing about GPUs."""
     call = jitted(function)
     if backend.current_gpu() is not None:
         jax.block_until_ready(call(*arguments))
@@ -85,9 +85,9 @@ def device_seconds(function: Callable, *arguments) -> float:
 
 
 def measure_rates(small: bool) -> dict[str, float]:
-    """What this GPU can do, for `Rates.best`."""
+    """This GPU's measured rates, for `Rates.best`."""
     count, square = (2**20, 256) if small else (2**30, 8192)
-    # Random: products of zeros draw less power, and run faster.
+    # Random values, because products of zeros draw less power and run faster.
     x = jax.random.normal(jax.random.key(0), (count,), jnp.bfloat16)
     copy = device_seconds(lambda x: -x, x)
     read = device_seconds(lambda x: jnp.sum(x, dtype=jnp.float32), x)
@@ -101,7 +101,7 @@ def measure_rates(small: bool) -> dict[str, float]:
 
 
 def kernel_of(op: str) -> str | None:
-    """The kernel that is for this GPU; without one, that for Hopper, interpreted."""
+    """The op's kernel for this GPU; without a GPU, its Hopper kernel, which is interpreted."""
     gpu = backend.current_gpu()
     return OPS[op].kernel_for(gpu.compute_capability if gpu else (9, 0))
 
@@ -127,8 +127,9 @@ def time_spec(
 
 
 def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> float:
-    """Of a call in a program that makes several, one after the other on the same pools. Half of
-    these calls are timed too: the difference leaves out the copy of what was not donated."""
+    """Seconds of one call that writes its pools in place. The program makes several calls one after
+    the other on the same pools. A program of half as many calls is timed too: the difference
+    excludes the copy of the pools, which are not donated to the program."""
     assert len(sets) > 1, "a call in place is timed as the difference of several"
 
     def run_all(pools, sets):
@@ -142,7 +143,7 @@ def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> f
 
 
 def time_engine(small: bool, rates: Rates) -> Timing:
-    """The engine's decode step; ImportError where its packages are not installed."""
+    """Time the engine's decode step. Raises ImportError if its packages are not installed."""
     from experiments.gpu import engine
 
     name, seconds, cost = engine.time_decode_step(small)
@@ -159,7 +160,7 @@ def specs_to_time(small: bool) -> list[tuple[str, str, Spec]]:
 
 
 class Results:
-    """What has been found so far, written down after each part of it."""
+    """All results so far, written to gpu_check.json after each one."""
 
     def __init__(self, output_dir: str | None, minutes: float):
         self.checks: list[Check] = []
@@ -174,7 +175,7 @@ class Results:
         print(run_record.hardware_line(self._environment), f"JAX {jax.__version__}", sep="; ")
 
     def add(self, to: list, name: str, function: Callable, *arguments) -> None:
-        """Append what `function(*arguments)` gives, unless it fails or there is no time left."""
+        """Append `function(*arguments)` to `to`, unless it fails or no time is left."""
         if time.monotonic() > self._end:
             self.left_out.append(name)
             return
@@ -183,7 +184,7 @@ class Results:
             print(to[-1], flush=True)
         except ImportError as error:
             self.left_out.append(f"{name} ({error})")
-        except Exception as error:  # One part's trouble must not lose the others.
+        except Exception as error:  # A failed part must not lose the other results.
             self.failed[name] = f"{type(error).__name__}: {error}"
             print(f"{name}: {self.failed[name]}", flush=True)
         self.write()

@@ -1,17 +1,25 @@
-"""Compile a model's whole step for GPUs that this machine lacks, and check what XLA made of it.
+"""Compile a model's whole step for GPUs that this machine lacks, and check the compiled program.
 
     python -m experiments.gpu.compile_step --model=llama-3-8b --target=h200 --tensor_parallel=8
     python -m experiments.gpu.compile_step --policy=lserve --page_size=64 --context=32768
 
 Prints each device's memory, and the kernels of one layer with the bytes that they move, beside the
-floor: weights, and keys and values of the context, read once; new ones written once; the input of
-each product read and its output written once. Ends with an error if the program does not fit the
-GPU, does not update both KV pools in place, sends anything but two all-reduces a layer, reads a
-weight twice, or has a kernel that only copies much. Needs the extra `aot`, but no GPU.
+floor. The floor reads weights and the context's keys and values once, writes new keys and values
+once, and reads the input and writes the output of each matrix product once. Ends with an error if
 
-Without a GPU to time them on, the compiler guesses which of its products are fast. It splits many
-along the contraction, and their partial sums, which fit a GPU's L2 cache, are then most of what a
-decode step moves beyond the floor. --whole_products has none, to count what else there is.
+- the program does not fit the GPU;
+- the KV pools are not updated in place, or temporaries exceed 5 % of them;
+- collectives are not exactly two all-reduces a layer with tensor parallelism, and none without;
+- the Mosaic kernels are not the expected ones, spill registers, or are planned again in a layer;
+- two kernels read the same large weight;
+- a kernel that only copies moves more than 2 % of the floor.
+
+Needs the extra `aot`, but no GPU.
+
+Without a GPU to time matrix products on, the compiler guesses which implementations are fast. It
+splits many products along the contraction (split-K). Their partial sums fit a GPU's L2 cache, but
+are then most of the bytes that a decode step moves beyond the floor. --whole_products disables
+split-K, to count the other bytes.
 """
 
 import math
@@ -86,9 +94,11 @@ def compile_step(
     page_size: int = GPU_PAGE_SIZE, dtype="bfloat16", whole_products: bool = False,
     policy: str = "vllm", streaming_share: float = 0.5, kv_bits: int = 16,
 ) -> tuple[Report, str]:  # fmt: skip
-    """The engine's step at the model's shapes, with KV pools that fill the GPU: what is to be said
-    of it, and the program's text. streaming_share, kv_bits: of the KV heads that stream, and of
-    keys and values, of a policy with such flags.
+    """Compile the engine's step at the model's shapes, with KV pools that fill the GPU: the report,
+    and the program's HLO text.
+
+    streaming_share: share of KV heads that stream, for policies with streaming heads.
+    kv_bits: bits of keys and values, for policies that quantise them.
 
     Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
     """
@@ -104,7 +114,7 @@ def compile_step(
     compiled_as = COMPILED[policy]
     options = compiled_as.options(model, streaming_share, kv_bits)
     can = EngineConfig(policy=policy, policy_options=options).capabilities
-    whole = not can.chunked_prefill  # prompts come so
+    whole = not can.chunked_prefill
     config = EngineConfig(
         max_num_seqs=step.decodes,
         max_num_batched_tokens=max(step.context if whole else step.prefill_tokens, step.decodes),
@@ -173,7 +183,7 @@ def compile_step(
 
 
 def _block_moves(program: StepProgram, cache) -> dict[str, tuple]:
-    """Bytes aliased and temporary of the programs that copy blocks, and swap them in."""
+    """(aliased, temporary) bytes of the programs that copy blocks and swap blocks in, by name."""
     shards = program.shards
     programs: dict[str, jax.stages.Lowered] = {}
     for pool in program.pools:

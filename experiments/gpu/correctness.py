@@ -1,4 +1,4 @@
-"""Whether kernels are right on this machine's GPU: every op and spec against `reference`."""
+"""Correctness of kernels on this machine's GPU: every op and spec against `reference`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,12 @@ from pallas_kernels.specs import Spec
 
 @dataclass(frozen=True)
 class Check:
-    """largest_error: over all results, absolute.  of_bound: the largest share of what a result may
-    be wrong by."""
+    """The errors of one op, spec and implementation.
+
+    largest_error: largest absolute error over all results.
+    of_bound: largest error as a fraction of the error bound; passes up to 1.
+    repeats_to_the_bit: whether two calls give bit-identical results.
+    """
 
     op: str
     spec: str
@@ -32,8 +36,8 @@ class Check:
 
 
 def jitted(function: Callable) -> Callable:
-    """On a GPU. Inside one program the threads of kernels that are interpreted wait for each other
-    for ever on a machine of few cores."""
+    """`function`, jitted if there is a GPU. Without one, kernels are interpreted: inside one
+    program on few cores their threads would deadlock."""
     return jax.jit(function) if backend.current_gpu() else function
 
 
@@ -53,6 +57,6 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
 
 
 def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
-    """Every op and spec, shortened so that `reference` has the memory and the time for it; and what
-    short ones leave out."""
+    """Every op and spec, shortened to sizes that `reference` can compute, and further specs for
+    cases that the shortened specs do not cover."""
     return [(op, name, spec) for op in OPS for name, spec in OPS[op].checked(small).items()]

@@ -1,6 +1,6 @@
 """The engine's decode step at a real model's shapes, with random weights.
 
-Apart from experiments.gpu.check because it needs the engine's packages, and not JAX alone.
+A module of its own, because experiments.gpu.check needs only JAX, and this the engine's packages.
 """
 
 import time
@@ -23,11 +23,11 @@ from paged.tensor_parallel import Shards
 from pallas_kernels.specs import Cost
 
 LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3-8b"
-STEPS = 20  # dispatched one after the other, waited for at the end
+STEPS = 20  # dispatched back to back; only the last is waited for
 
 
 def time_decode_step(small: bool) -> tuple[str, float, Cost]:
-    """What is timed, the seconds of a step, and what it cannot do without."""
+    """(name of the workload, seconds of a step, least cost of a step)."""
     model, decodes, context = (
         (checkpoint.load_config("bundled"), 2, 64)
         if small
@@ -52,7 +52,7 @@ def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> 
     params = parameters.init(declared, jax.random.key(0), dtype)
     cache, state = program.init(dtype)()
     inputs = decode_inputs(config, shards.sharded, [context] * decodes)
-    # Blocks in random places; block 0 is the null block.
+    # Block tables of random blocks; block 0 is the null block.
     places = np.append(0, 1 + np.random.default_rng(0).permutation(config.num_blocks - 1))
     inputs.tables[:] = places[inputs.tables]
     compiled = program.compile((0, decodes), params, None, cache, state)

@@ -1,4 +1,4 @@
-"""Times of others' kernels for the shapes of ours, where they can be imported."""
+"""Times of other libraries' kernels at the shapes of ours, if they can be imported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ class PeerTiming:
 
 @dataclass(frozen=True)
 class Peer:
-    """call: the seconds of a call, given what times a function of JAX arrays."""
+    """A kernel of another library. call: gets `device_seconds`, which times a function of JAX
+    arrays, and returns the seconds of one kernel call."""
 
     op: str
     spec: str
@@ -33,13 +34,13 @@ class Peer:
         try:
             seconds = self.call(device_seconds)
             return PeerTiming(self.op, self.spec, self.name, seconds)
-        except Exception as error:  # A peer's trouble of whatever kind is not ours.
+        except Exception as error:  # A peer's failure must not end the check of our kernels.
             problem = f"{type(error).__name__}: {str(error)[:100]}".splitlines()[0]
             return PeerTiming(self.op, self.spec, self.name, None, problem)
 
 
 def of(ops: Sequence[str], small: bool) -> list[Peer]:
-    """The peers of these ops, at some of their specs."""
+    """The peers of these ops, for the specs that name any."""
     return [
         Peer(op, spec, name, call)
         for op in OPS

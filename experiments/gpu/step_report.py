@@ -1,4 +1,4 @@
-"""What a compiled step is: its memory, its kernels beside the floor of a layer, and its faults."""
+"""Report on a compiled step: its memory, its kernels beside the floor of a layer, its faults."""
 
 import math
 import re
@@ -23,19 +23,24 @@ from pallas_kernels.tools.targets import Target
 
 MOST_TEMPORARY = 0.05  # of the pools
 MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
-LAYER = r"params\['layers'\]\[(\d+)\]"  # begins the name of an argument
+LAYER = r"params\['layers'\]\[(\d+)\]"  # the beginning of the name of a layer's argument
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is compiled: a decode token each of `decodes` sequences of `context` tokens and, if
-    there are any, the `prefill_tokens` of a prompt. adapters: slots for LoRA adapters of `rank`; as
-    many sequences as there are slots use one each. tokens_read: by a decode token, on the mean of
-    the KV heads; None for the context. statistics_read: bytes by which a layer selects pages.
-    kv_token_bytes: of a token in a layer's pages; None for those of keys and values as they are.
-    pools: arrays of pages.  decode_ops, prompt_ops: what a layer runs for tokens that are decoded
-    and for those of a prompt."""
+    """A step to compile: one decode token for each of `decodes` sequences, and one prompt.
+
+    context: tokens of each decoding sequence.
+    prefill_tokens: tokens of the prompt, prefilled in one piece; 0 for none.
+    adapters: adapter slots; as many sequences use one adapter each.
+    rank: rank of the adapters.
+    tokens_read: tokens that a decode token reads, mean over the KV heads; None for the context.
+    statistics_read: bytes of key statistics that a layer's page selector reads.
+    kv_token_bytes: bytes of a token in a layer's pages; None for unquantised keys and values.
+    pools: number of page arrays.
+    decode_ops, prompt_ops: ops that a layer runs for decode tokens and for prompt tokens.
+    """
 
     decodes: int
     prefill_tokens: int
@@ -51,34 +56,37 @@ class Step:
 
     @property
     def decode_tokens(self) -> int:
-        """Of a sequence, that its decode token reads."""
+        """Tokens of its sequence that a decode token reads."""
         return self.context if self.tokens_read is None else self.tokens_read
 
     @property
     def adapter_pages(self) -> int:
-        """Rank pages that the step reads of each projection."""
+        """Rank pages of each projection that the step reads."""
         sequences = self.decodes + (self.prefill_tokens > 0)
         return min(self.adapters, sequences) * lora.num_pages(self.rank)
 
     @property
     def kernels(self) -> int:
-        """Mosaic kernels of a layer on Hopper, without those of adapters."""
+        """Mosaic kernels of a layer on Hopper, without SGMV kernels."""
         ops = self.decode_ops + (self.prompt_ops if self.prefill_tokens else ())
         return sum(len(op.kernels) for op in ops)
 
     @property
     def lengths(self) -> tuple[list[int], list[int]]:
-        """The context and the new tokens of each sequence; the prompt is computed in one piece."""
+        """Context and new tokens of each sequence; the prompt comes last."""
         prompt = [self.prefill_tokens] if self.prefill_tokens else []
         return [self.decode_tokens] * self.decodes + prompt, [1] * self.decodes + prompt
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """How a policy's step is compiled. step: the step with what the policy reads and runs, of
-    (step, config, shards, dtype). options: of the policy, given the model, the share of streaming
-    heads and the bits of keys and values; None for the defaults. pools, statistics: those arrays of
-    its cache, or None."""
+    """How a policy's step is compiled.
+
+    step: (step, config, shards, dtype) -> the step, with the policy's reads and ops filled in.
+    options: (model, share of streaming heads, bits of keys and values) -> policy options; None for
+        the defaults.
+    pools, statistics: cache -> its arrays of pages, and of key statistics or None.
+    """
 
     step: Callable[..., Step]
     options: Callable[..., dict | None] = lambda model, share, kv_bits: None
@@ -88,7 +96,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One that a layer runs, and the bytes that it reads and writes."""
+    """A kernel of a layer, and the bytes that it reads and writes."""
 
     name: str
     kind: str
@@ -98,11 +106,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled step is, of each device. memory and floor: bytes by what they are for.
-    collectives, mosaic_kernels: instructions of the whole step, by opcode and in all; sgmv_kernels:
-    those of the latter that add adapters. spilled: bytes, by all Mosaic kernels.
-    plan_kernels: of the whole step, which tell thread blocks of attention what to read.
-    kernels: of one layer.  faults: what should not be."""
+    """A compiled step, on each device.
+
+    memory: bytes by purpose.
+    collectives: number of collectives in the step, by opcode.
+    mosaic_kernels: Mosaic kernels in the step.
+    sgmv_kernels: Mosaic kernels that compute SGMV for adapters.
+    spilled: bytes of register spills, over all Mosaic kernels.
+    plan_kernels: kernels in the step that assign tiles to the thread blocks of attention.
+    kernels: kernels of one layer.
+    floor: least bytes that a layer moves, by purpose.
+    faults: violated expectations.
+    """
 
     kv_cache_tokens: int
     seconds_to_compile: float
@@ -121,7 +136,7 @@ def report_of(
     text: str, model: ModelConfig, gpu: Target, step: Step, dtype, kv_cache_tokens: int,
     tensor_parallel: int, seconds: float, memory: dict[str, int], spilled: int,
 ) -> Report:  # fmt: skip
-    """`model` is what one device computes."""
+    """The report on a program. text: its HLO. model: one device's shard of the model."""
     program, pool, kv_bytes = (
         hlo.Program(text),
         memory["pools"] // step.pools,
@@ -133,17 +148,17 @@ def report_of(
         traffic = program.traffic(op, pool)
         read = traffic.read
         if traffic.pools:
-            # Else it computes the prompt.
+            # The kernel's shape marks decode tokens; other shapes are the prompt's.
             decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
             tokens = step.decodes * step.decode_tokens if decodes else step.prefill_tokens
-            # Several operands may be one pool.
+            # One pool may be several operands.
             read += tokens * kv_bytes * min(traffic.pools, step.pools) // step.pools
         statistics = memory.get("statistics", 0)
         if statistics and any(program.entry[name].bytes == statistics for name in op.operands):
-            # A kernel reads of it by index too.
+            # A custom call reads the statistics by index: only the context's part.
             read += step.statistics_read - statistics if op.opcode == "custom-call" else 0
         for name in program.arguments(op):
-            if name in stacks:  # all layers and slots are an operand, of which few pages are read
+            if name in stacks:  # the operand holds all layers and slots; few pages of it are read
                 read += math.prod(stacks[name]) * jnp.dtype(dtype).itemsize - sizes[name]
         kernels.append(Kernel(op.name, program.kind(op), read, traffic.written))
     mosaic = [op for op in program if op.opcode == "custom-call" and MOSAIC in op.text]
@@ -179,7 +194,7 @@ def _layer_bytes(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
 
 
 def _stacks(model: ModelConfig, step: Step) -> dict[str, tuple[int, ...]]:
-    """Of the arguments that hold adapters, by name, the shape of what a layer reads: [N, 16, W]."""
+    """Shapes [N, 16, W] of the rank pages that a layer reads, by name of the adapter argument."""
     declared = lora.declare(model, max(1, step.adapter_pages)) if step.adapters else {}
     return {
         f"adapters.pages['{name}']['{which}']": param.shape[1:]
@@ -189,7 +204,7 @@ def _stacks(model: ModelConfig, step: Step) -> dict[str, tuple[int, ...]]:
 
 
 def _adapter_bytes(model: ModelConfig, step: Step, dtype) -> dict[str, int]:
-    """The floor of LoRA in a layer: adapters; and what goes into x·A and v·B and comes out."""
+    """Floor of a layer's LoRA in bytes: adapters, and inputs and outputs of x·A and v·B."""
     stacks, itemsize = _stacks(model, step), jnp.dtype(dtype).itemsize
     if not stacks:
         return {}
@@ -256,7 +271,7 @@ def _faults(
 
 
 def _layer(program: hlo.Program, layer: int) -> list[hlo.Op]:
-    """The kernels of one layer, from the first that gets weights of it to that of the next."""
+    """The kernels of a layer: from the first kernel with its weights to the next layer's first."""
     first: dict[int, int] = {}
     kernels = program.kernels()
     for i, kernel in enumerate(kernels):

@@ -1,4 +1,4 @@
-"""The adapters that a program serves, and what a run's events say of them."""
+"""The adapters that a program serves, and measures of their loads from a run's events."""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,11 @@ def popularity_flag(default: str) -> str:
 def asked_for(
     given: str, model: ModelConfig, config: EngineConfig, dtype: str, output_dir: Path | None
 ) -> list[Adapter]:
-    """Those of --adapters, each read and checked. output_dir: for random ones; None where nobody is
-    to read them. Raises ValueError for what `KnownAdapters.read` refuses, or no adapter."""
+    """The adapters of --adapters, each loaded and checked.
+
+    output_dir: where random adapters are written; None to return them without weights.
+    Raises ValueError for an adapter that `KnownAdapters.read` refuses, and for 0 random adapters.
+    """
     known = KnownAdapters(model, config, dtype)
     if not given.isdecimal():
         found = popularity.folders(given) if given else {}
@@ -57,11 +60,15 @@ def asked_for(
 
 
 def measure(events: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """What became of requests that named an adapter; None if none did.
+    """Measures of requests with an adapter; None if there are none.
 
-    hit_rate: of those that started, the share for which no load had to begin. load_s: mean seconds
-    from the beginning of a load to its arrival; hidden: the share of them in which the device was
-    busy with steps. most_overtaken: see there.
+    requests: requests with an adapter.
+    used: different adapters in them.
+    loads: adapter loads.
+    hit_rate: 1 - loads / started requests with an adapter.
+    load_s: mean seconds of a load.
+    hidden: share of the load time in which the device ran steps.
+    most_overtaken: see `most_overtaken`.
     """
     named = {e["request_id"] for e in events if e["event"] == "arrival" and e["adapter"]}
     if not named:
@@ -91,7 +98,7 @@ def measure(events: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 def _busy_within(
     events: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]
 ) -> float:
-    """Seconds of these spans in which a step ran."""
+    """Seconds within these (start, end) spans in which a step ran on the device."""
     steps = [(e["time_s"] - e["device_s"], e["time_s"]) for e in events if e["event"] == "step"]
     times = np.maximum.accumulate(np.array([[0.0, 0.0], *steps]).ravel())
     busy = np.cumsum(np.diff(times, prepend=0.0) * (np.arange(len(times)) % 2))  # until each time
@@ -100,11 +107,11 @@ def _busy_within(
 
 
 def most_overtaken(events: Sequence[Mapping[str, Any]]) -> int:
-    """The most later requests that started before one that started too, and named an adapter."""
+    """The largest number of later arrivals that were admitted before a request with an adapter."""
     arrivals = [e for e in events if e["event"] == "arrival"]
     order = {event["request_id"]: i for i, event in enumerate(arrivals)}
     started = list(dict.fromkeys(e["request_id"] for e in events if e["event"] == "admit"))
-    before: list[int] = []  # of those that started so far, in order
+    before: list[int] = []  # arrival numbers of the requests admitted so far, sorted
     most = 0
     for request_id in started:
         number = order[request_id]
@@ -115,7 +122,7 @@ def most_overtaken(events: Sequence[Mapping[str, Any]]) -> int:
 
 
 def line(numbers: Mapping[str, float] | None) -> str:
-    """What `report.table` adds of them."""
+    """The line on adapters below `report.table`; empty for None."""
     if numbers is None:
         return ""
     return (

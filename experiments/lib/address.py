@@ -1,8 +1,7 @@
 """The repository's public address: `Repository` of `[project.urls]` in pyproject.toml, if set.
 
-What needs the address takes it from there: commits on the site of results, and, written by
-`python -m experiments.report --tables`, the notebooks' badges for Colab and what their first cells
-install.
+The site of results links commits to this address. `python -m experiments.report --tables` writes it
+into the notebooks: their Colab badges, and the package that their first cells install.
 """
 
 import re
@@ -17,7 +16,7 @@ BADGE = re.compile(r'( *"source": \[\n)( *"\[!\[Open in Colab\][^\n]*\n *"\\n",\
 
 
 def repository(root: Path = ROOT) -> str | None:
-    """As https://github.com/OWNER/NAME; None if there is none, or no checkout."""
+    """The address, as https://github.com/OWNER/NAME; None if not set, or without a checkout."""
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     except OSError:
@@ -26,13 +25,13 @@ def repository(root: Path = ROOT) -> str | None:
 
 
 def stamp(root: Path = ROOT) -> None:
-    """Write badge and source into each notebook; without an address, take them out."""
+    """Write badge and source into each notebook; without an address, remove them."""
     for path in sorted((root / "notebooks").glob("*.ipynb")):
         run_record.write_whole(path, stamped(path.read_text(), path.name, repository(root)))
 
 
 def stamped(notebook: str, name: str, url: str | None) -> str:
-    """The text of a notebook, the badge first in its first cell."""
+    """The notebook's text with the source set, and the badge at the top of its first cell."""
     source = f"git+{url}" if url else ""
     notebook = SOURCE.sub(
         lambda _: f'SOURCE = os.environ.get(\\"PAGED_JAX\\", \\"{source}\\")', notebook, count=1

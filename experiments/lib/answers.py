@@ -1,4 +1,4 @@
-"""What a run answered, and its accuracy, alone or beside another run on the same prompts."""
+"""The answers of a run and their accuracy, alone or paired with another run on the same prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,19 @@ from experiments.lib.kv_held import Held
 from experiments.lib.reference import Distributions, Key
 from experiments.lib.text_files import read_csv, shown
 
-ALL = "all"  # the task of what is pooled over settings, with context 0
+ALL = "all"  # the task of a row that is pooled over all settings; its context is 0
 Interval = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt's result; `index` names the prompt within its task and context. score: from 0 to
-    1, which an exact answer has. logprob: of the expected answer, by token."""
+    """The answer to one prompt.
+
+    index: number of the prompt within its task and context.
+    score: 0 to 1; 1 for an exact answer.
+    expected, text: the reference answer, and the generated one.
+    logprob: log-probability of the reference answer, per token.
+    """
 
     task: str
     context: int
@@ -36,12 +41,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Mean score, low and high of its 95 % bootstrap interval, and the mean
-    log-probability of the expected answers, by token.
+    """The accuracy on the prompts of one task and context, or on all prompts.
 
-    difference, logprob_difference: the same of the paired differences to another run on the same
-    prompts, if one was given; divergence: from its distributions, in nats by token. Each is a mean
-    with low and high of its interval.
+    score, low, high: mean score, and its 95 % bootstrap interval.
+    logprob: mean log-probability of the reference answers, per token.
+
+    Compared with another run on the same prompts, else None, each as (mean, low, high):
+
+    difference, logprob_difference: paired differences, ours less the other run's.
+    divergence: from the other run's distributions, in nats per token.
     """
 
     task: str
@@ -58,8 +66,11 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Answers, and the distributions along the expected ones, by prompt; and what sequences held
-    of KV memory meanwhile by task and context, if that was asked for."""
+    """The answers of a run.
+
+    distributions: next-token distributions along the reference answer, by prompt.
+    held: KV memory of each sequence, by task and context; empty unless measured.
+    """
 
     answers: list[Answer] = field(default_factory=list)
     distributions: dict[Key, Distributions] = field(default_factory=dict)
@@ -67,10 +78,10 @@ class Evaluation:
 
 
 def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:
-    """Accuracy by (task, context), in order of appearance, and of all together, if there are more.
+    """Accuracy by (task, context), in order of appearance; then over all, if there are several.
 
-    others: another run, which `require_all` has accepted. Raises ValueError if a prompt of it had
-    another answer.
+    others: another run, which `require_all` has accepted. Raises ValueError if its reference answer
+    to a prompt differs.
     """
     groups: dict[tuple[str, int], list[Answer]] = {}
     for answer in ours.answers:
@@ -103,8 +114,8 @@ def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accur
 
 
 def read(path: str) -> Evaluation:
-    """A run by its prompts.csv, and the distributions.npz beside it; ValueError, by line, if it is
-    none."""
+    """Load a run from its prompts.csv and the distributions.npz in the same folder. Raises
+    ValueError, naming file and line, for an invalid file."""
     answers = []
     columns = "task", "context", "index", "score", "expected", "text", "logprob"
     for where, _, row in read_csv(path, columns):
@@ -124,8 +135,8 @@ def read(path: str) -> Evaluation:
 
 
 def require_all(others: Evaluation, problems: Mapping[tuple[str, int], Sequence]) -> None:
-    """Raise ValueError if the run to compare with lacks a prompt, or had another answer to it,
-    before any is answered."""
+    """Raise ValueError if the run to compare with lacks a prompt, or its reference answer differs.
+    Called before any prompt is answered."""
     expected = {answer.key: answer.expected for answer in others.answers}
     keys = expected.keys() & others.distributions.keys()
     for (task, context), prompts in problems.items():

@@ -1,4 +1,4 @@
-"""What a run of the cluster shows, beside what the paper says of its own (Punica §7.3, Fig. 13)."""
+"""Report on a run of the cluster, beside the paper's claims (Punica §7.3, Fig. 13)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,19 @@ from experiments.lib.report import COMPLETE
 from paged.cluster.cluster import Cluster
 
 FULL = 0.9  # the share of the largest batch from which a GPU counts as full
-STAYS_S = 10.0  # an idle GPU stays idle if it is idle after so long
-WINDOW_S = 10.0  # of throughput
+STAYS_S = 10.0  # an idle GPU counts as staying idle if it is idle STAYS_S later
+WINDOW_S = 10.0  # over which throughput is averaged
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The cluster at one time. batches: sequences by GPU, 0 for one that has died. tokens, ended:
-    generated tokens and ended requests so far."""
+    """The cluster at one time. Counts are since the start.
+
+    batches: running sequences by GPU; 0 for a GPU that has died.
+    queued: requests in the queue now.
+    tokens: generated tokens.
+    ended: ended requests.
+    """
 
     time_s: float
     batches: dict[str, int]
@@ -49,13 +54,13 @@ class Sample:
 
 
 def _batches(samples: Sequence[Sample]) -> np.ndarray:
-    """[GPUs, samples]"""
+    """[GPUs, samples] batch sizes."""
     names = samples[0].batches
     return np.array([[sample.batches.get(name, 0) for sample in samples] for name in names])
 
 
 def _tokens_per_s(samples: Sequence[Sample]) -> np.ndarray:
-    """[samples] over the `WINDOW_S` seconds before each."""
+    """[samples] tokens/s, the mean over the `WINDOW_S` seconds before each sample."""
     times = np.array([sample.time_s for sample in samples])
     tokens = np.array([sample.tokens for sample in samples])
     before = np.interp(times - WINDOW_S, times, tokens)
@@ -63,11 +68,13 @@ def _tokens_per_s(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def summary(cluster: Cluster, samples: Sequence[Sample], max_batch: int) -> dict[str, float]:
-    """Flat numbers. busy_full: the share of the samples of busy GPUs in which they are full, of
-    those taken while at least one other GPU is busy too; idle_stays_idle: how often an idle GPU is
-    idle `STAYS_S` seconds later; gpus_over_needed: GPU time that is busy over what the same
-    sequences would take in full batches; adapter_hit_rate: the share of placements of requests that
-    name an adapter for which none had to be loaded."""
+    """Flat numbers. A GPU is busy if it has a sequence.
+
+    busy_full: share of full batches in the samples of busy GPUs, taken while two or more are busy.
+    idle_stays_idle: share of samples of idle GPUs that are idle `STAYS_S` seconds later, too.
+    gpus_over_needed: busy GPU time over the GPU time of the same sequences in full batches.
+    adapter_hit_rate: 1 - adapter loads / placements of requests with an adapter.
+    """
     batches = _batches(samples)
     busy = batches > 0
     packed = batches[busy & (busy.sum(0) > 1)]
@@ -117,7 +124,7 @@ def summary(cluster: Cluster, samples: Sequence[Sample], max_batch: int) -> dict
 
 
 def table(numbers: Mapping[str, float], max_batch: int) -> str:
-    """The paper's claims beside ours. Figure 13 has no numbers, so these are in words."""
+    """The paper's claims beside our numbers. Fig. 13 has no numbers, so the claims are in words."""
     full, stays = "none", "none"  # where there was nothing to count
     if "busy_full" in numbers:
         full = f"{numbers['busy_full']:.0%}"
@@ -160,8 +167,8 @@ def plot(
     samples: Sequence[Sample], offered: Callable[[np.ndarray], np.ndarray], max_batch: int,
     path: Path, title: str, footer: str,
 ) -> None:  # fmt: skip
-    """Fig. 13: request rate, throughput, and the batch of each GPU over time. offered: the rate
-    that arrivals were drawn from."""
+    """Fig. 13: request rate, throughput, and the batch of each GPU over time. offered: times [n] ->
+    the rate in requests/s that arrivals were drawn from."""
     times = np.array([sample.time_s for sample in samples])
     figure = Figure(figsize=(9, 8), layout="constrained")
     rate, throughput, sets = figure.subplots(3, 1, sharex=True, height_ratios=[1, 1, 2])

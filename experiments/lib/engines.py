@@ -1,4 +1,4 @@
-"""Engines of the experiments: a model's weights, an executor, and checks that come before both."""
+"""Engines of the experiments: a model's weights, an executor, and checks before either is made."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ from pallas_kernels import backend
 COMPILATION_CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/paged_jax/compilations")
 EXECUTORS = ("device", "simulated")
 INTERPRETER_THREADS = 8
-# A tile of decode attention is then one copy of keys and one of values.
+# With pages of 64 tokens a tile of decode attention is one copy of keys and one of values.
 GPU_PAGE_SIZE = 64
 
 
@@ -30,16 +30,20 @@ def engine_config(
     page_size: int | None = None,
     **fields: Any,
 ) -> EngineConfig:
-    """An EngineConfig of these fields for the model. max_model_len: None for the model's longest,
-    up to the default. page_size: None for the default, or GPU_PAGE_SIZE on a GPU. Raises ValueError
-    for what cannot work, before any weights are read."""
+    """An EngineConfig for the model, checked before any weights are loaded.
+
+    max_model_len: None for the model's longest, up to EngineConfig's default.
+    page_size: None for EngineConfig's default, or GPU_PAGE_SIZE on a GPU.
+
+    Raises ValueError for a configuration that the model or its policy cannot run.
+    """
     if max_model_len is None:
         max_model_len = min(EngineConfig.max_model_len, model.max_position_embeddings)
     if page_size is None:
         page_size = GPU_PAGE_SIZE if backend.current_gpu() else EngineConfig.page_size
     config = EngineConfig(max_model_len=max_model_len, page_size=page_size, **fields)
     check_model(model, config)
-    # What it refuses would otherwise be refused after the weights are read.
+    # Without this its refusals would come after the weights are loaded.
     StepProgram.declare(config, Shards(model, config.tensor_parallel))
     return config
 
@@ -56,13 +60,14 @@ def load_engine(
 ) -> Engine:
     """An engine over a model's weights, not yet warmed up.
 
-    tokenizer: None for the model's own. model: 'bundled', a Hugging Face folder or a hub id.
-    dtype: of weights, computation and KV cache. attention_implementation: of the attention ops,
-    empty for the device's own. compilation_cache: a folder that keeps compiled programs for the
-    next process, empty for none. executor: 'device', or 'simulated', which reads no weights and
-    makes tokens up.
+    tokenizer: None for the model's own.
+    model: 'bundled', a Hugging Face folder or a hub id.
+    dtype: of weights, computation and KV cache.
+    attention_implementation: of the attention ops; empty for the device's default.
+    compilation_cache: folder that keeps compiled programs for later processes; empty for none.
+    executor: 'device', or 'simulated', which loads no weights and makes up tokens.
 
-    Raises ValueError for another executor or dtype, and where the attention implementation cannot
+    Raises ValueError for an unknown executor or dtype, or an attention implementation that cannot
     run the model in this dtype.
     """
     if executor not in EXECUTORS:
@@ -82,15 +87,15 @@ def load_engine(
 
 
 def keep_compilations(folder: str) -> None:
-    """Keep compiled programs in this folder for the next process; nowhere if it is empty."""
+    """Keep compiled programs in this folder for later processes; an empty name keeps none."""
     cache = str(Path(folder).expanduser()) if folder else None
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def check_implementation(implementation: str, config: EngineConfig, shards: Shards) -> None:
-    """Raise ValueError where this one of the attention ops cannot run the model, before its weights
-    are read; empty is the device's own, which runs anything."""
+    """Raise ValueError if this implementation of the attention ops cannot run the model, before its
+    weights are loaded. Empty is the device's default, which runs every model."""
     if not implementation:
         return
     check_interpreter(implementation)
@@ -101,8 +106,9 @@ def check_implementation(implementation: str, config: EngineConfig, shards: Shar
 
 
 def check_interpreter(implementation: str) -> None:
-    """A warpgroup of an interpreted kernel takes a thread of JAX's while it waits for another, and
-    those of two kernels may run at once: with fewer threads they would wait for ever."""
+    """Raise ValueError if an interpreted Mosaic kernel would have too few threads. Each of its warp
+    groups occupies a JAX thread while it waits for another, and two kernels may run at once: with
+    fewer than INTERPRETER_THREADS threads they would deadlock."""
     if not implementation.startswith("mosaic_gpu") or backend.current_gpu() is not None:
         return
     threads = int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1)

@@ -1,7 +1,7 @@
-"""Event logs as files: a line for each event of `Engine.events`, and one that says it is the end.
+"""Event logs as files: a line for each event of `Engine.events`, and a last line that ends the log.
 
-The last line is {"event": "end", "events": N, "complete": true}: N events are above it. A run that
-was interrupted writes false there; a log without this line was cut short.
+The last line is {"event": "end", "events": N, "complete": true}, after N events. `complete` is
+false if the run was interrupted. A log without this line is truncated.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from models.checkpoint import DTYPES
 from paged.metrics import RequestRecord, StepRecord
 
 Event = Mapping[str, Any]
-Kind = tuple[str, Callable[[Any], bool]]  # what a value must be, in words and as a test
+Kind = tuple[str, Callable[[Any], bool]]  # the kind of a value: (in words, as a test)
 
 
 def _list_of(kind: Kind) -> Kind:
@@ -77,7 +77,7 @@ def _kinds_of(record: type) -> dict[str, Kind]:
     return {field.name: kinds[field.type] for field in dataclasses.fields(record)}
 
 
-# The fields of each event, all of them needed, as `paged.event_log` writes them.
+# The fields of each event, all required, as `paged.event_log` writes them.
 FIELDS: dict[str, dict[str, Kind]] = {
     "engine": {"config": OBJECT, "model": OBJECT, "dtype": DTYPE},
     "arrival": {
@@ -116,10 +116,10 @@ END = {"event": TEXT, "events": COUNT, "complete": TRUTH}
 
 
 class EventLog(list[dict]):
-    """The events of a log file. complete: whether the run came to its end.
+    """The events of a log file. complete: False if the run was interrupted.
 
-    Construction raises ValueError, naming file and line, for what is no event. Whether a run can
-    have written the events shows when they are replayed.
+    Construction raises ValueError, naming file and line, for an invalid event. It checks each event
+    alone; events that no run can have written together are detected on replay.
     """
 
     def __init__(self, path: str | Path, events: Iterable[Any], complete: bool = True):
@@ -138,8 +138,8 @@ class EventLog(list[dict]):
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Let a ValueError say that it is about event `number`, counted from 0. Whatever else is
-        raised by what the log holds is one too: no run can have written it."""
+        """Name file and line of event `number`, from 0, in a ValueError raised within. Other errors
+        that an invalid log can cause become ValueErrors too."""
         where = f"{self.path}:{number + 1}"
         try:
             yield
@@ -152,7 +152,7 @@ class EventLog(list[dict]):
 def write_log(
     output_dir: str | Path, name: str, events: Sequence[Event], complete: bool = True
 ) -> Path:
-    """Write the events of a run and its end; the path of the file.
+    """Write the events of a run and the end line; the path of the file.
 
     complete: False if the run was interrupted.
     """
@@ -161,7 +161,8 @@ def write_log(
 
 
 def read_log(path: str | Path) -> EventLog:
-    """The events of a file of `write_log`; ValueError, naming file and line, if it is none."""
+    """The events of a file that `write_log` wrote. Raises ValueError, naming file and line, for an
+    invalid log."""
     values = [parse_json_line(line, path, i) for i, line in enumerate(read_lines(path), 1)]
     where, end = f"{path}:{max(1, len(values))}", values[-1] if values else None
     if not isinstance(end, dict) or end.get("event") != "end":

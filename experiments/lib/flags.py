@@ -1,5 +1,4 @@
-"""A program's flags: defined from the fields of its dataclass of `typed_flags`, and what --help
-shows of them."""
+"""A program's flags, defined from the fields of its `typed_flags` dataclass, and their --help."""
 
 import functools
 import json
@@ -21,7 +20,7 @@ from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
 
 flags.disclaim_key_flags()  # --help lists the flags as the program's own
-OWN = "program"  # the group of flags that are in no other
+OWN = "program"  # the group of flags that are in no other group
 _DEFINE: dict[type, Callable[..., Any]] = {
     bool: flags.DEFINE_bool,
     int: flags.DEFINE_integer,
@@ -33,7 +32,7 @@ _LOADING = ("model", "dtype", "attention_implementation", "compilation_cache", "
 
 @contextmanager
 def group(title: str) -> Iterator[None]:
-    """Flags that are defined in this context are one group of --help; inner groups stay apart."""
+    """Flags defined in this context form one group of --help, without flags of inner groups."""
     before = set(flags.FLAGS)
     yield
     # absl's help lists key flags by module: a group is registered as if it were a module.
@@ -43,7 +42,7 @@ def group(title: str) -> Iterator[None]:
 
 
 class Help(app.HelpFlag):
-    """In place of absl's --help, which knows no groups and has exit status 1."""
+    """Replaces absl's --help, which has no groups and exits with status 1."""
 
     def __init__(self):
         super().__init__()
@@ -59,14 +58,14 @@ class Help(app.HelpFlag):
 
 
 class _PathParser(flags.ArgumentParser):
-    """An input file or folder: the project's own are found from any working directory."""
+    """An input file or folder. Files that ship with the project are found from any folder."""
 
     def parse(self, argument: str) -> str:
         return shipped.found(argument)
 
 
 class _TupleParser(flags.ArgumentParser):
-    """Of numbers or texts with commas between them."""
+    """A tuple of numbers or texts, separated by commas."""
 
     syntactic_help = "a comma separated list"
 
@@ -79,11 +78,12 @@ class _TupleParser(flags.ArgumentParser):
 
 
 def define_fields(config, leave_out: Collection[str] = ()) -> None:
-    """Define a flag for each field of a dataclass that has a help text, a default, and a type that
-    a flag can have: bool, int, float, str, literals of one of these, one of these or None, or a
-    tuple of any number of one of these. Fields of `typed_flags.flag` have choices, or are paths.
+    """Define a flag for each field of a dataclass that has a help text, a default, and a type of a
+    flag: bool, int, float or str; literals of one of these; one of these or None; or a tuple of one
+    of these, of any length. A field's metadata, set by `typed_flags.flag`, may hold choices or mark
+    a path.
 
-    config: the class, or an instance whose values are to be the defaults.
+    config: the class, or an instance whose values become the defaults.
     """
     hints = get_type_hints(config if isinstance(config, type) else type(config))
     metadata = {field.name: field.metadata for field in fields(config)}
@@ -107,7 +107,7 @@ def _define_path(name: str, default: str, help: str) -> None:
 
 
 def _kind(hint) -> type | None:
-    """What a flag for such a field holds; None where no flag can."""
+    """The type of a flag for a field with this type hint; None if no flag can hold it."""
     if isinstance(hint, UnionType):
         rest = [each for each in get_args(hint) if each is not type(None)]
         return _kind(rest[0]) if len(rest) == 1 else None
@@ -118,10 +118,10 @@ def _kind(hint) -> type | None:
 
 
 def fields_of(dataclass: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the flags that are called like its fields, and of EngineConfig the options of
-    --policy too.
+    """The values of the flags named like the dataclass's fields; for EngineConfig also the options
+    of --policy.
 
-    Raises ValueError for the option of another policy, and for a file of options that holds none.
+    Raises ValueError for an option of another policy, and for an invalid file of options.
     """
     named = {field.name for field in fields(dataclass)} - {"policy_options"}
     found = {name: value for name, value in values.items() if name in named}
@@ -131,8 +131,8 @@ def fields_of(dataclass: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _define_policy_flags() -> None:
-    """Define a flag --POLICY_FIELD for each option of a KV policy that has a help text. Where its
-    metadata have a function under "read", the flag names a file."""
+    """Define a flag --POLICY_FIELD for each KV policy option that has a help text. If an option's
+    metadata has a function "read", the flag is the path of a file that it loads."""
     flags.DEFINE_string(
         "policy_options", "", "a JSON object: the options of --policy=MODULE:ATTRIBUTE"
     )
@@ -148,7 +148,7 @@ def _define_policy_flags() -> None:
 
 
 def _policy_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that flags change, by name; the files that they name are read."""
+    """The policy options that flags change from their defaults, by name. Named files are loaded."""
     values = _json_options(given.get("policy_options", ""))
     for policy, declared in POLICIES.items():
         for each in fields(declared.options):
@@ -178,13 +178,13 @@ def _json_options(text: str) -> dict[str, Any]:
 
 
 def loading(options: Flags) -> dict[str, Any]:
-    """The values that `engines.load_engine` takes by name."""
+    """The values of the keyword arguments of `engines.load_engine`."""
     return {name: value for name, value in vars(options).items() if name in _LOADING}
 
 
 def _define_engine_flags(defaults: EngineConfig | None) -> None:
-    """Define the fields of EngineConfig, of which --seed may be others' too. defaults: None for
-    those of EngineConfig, with the model's longest sequence and the device's page size."""
+    """Define the fields of EngineConfig. --seed also seeds the workload. defaults: None for
+    EngineConfig's own, with the model's longest sequence and the device's page size."""
     longest, page_size = help_of(EngineConfig)["max_model_len"], help_of(EngineConfig)["page_size"]
     if defaults is None:
         longest += f"; the model's by default, up to {EngineConfig.max_model_len}"
@@ -198,8 +198,8 @@ def _define_engine_flags(defaults: EngineConfig | None) -> None:
 
 
 def define_typed(kind: type[Flags]) -> None:
-    """Define a flag for each field of `kind`, and for those of its parts, a group each. An
-    EngineConfig beside a model has --seed and the options of policies too."""
+    """Define a flag for each field of `kind` and of its parts, a group for each part. An
+    EngineConfig in a ModelFlags also gets --seed and the policies' options."""
     taken: set[str] = set()
     parts = parts_of(kind)
     if issubclass(kind, ModelFlags):
@@ -220,8 +220,11 @@ def define_typed(kind: type[Flags]) -> None:
 
 
 def typed[F: Flags](kind: type[F], values: Mapping[str, Any], arguments: Sequence[str] = ()) -> F:
-    """The flags that `define_typed` has defined, with these values. arguments: what the command
-    line has beside flags. Raises ValueError for what cannot be."""
+    """An instance of `kind` with the values of the flags that `define_typed` defined.
+
+    arguments: arguments of the command line that are not flags.
+    Raises ValueError for invalid values or unexpected arguments.
+    """
     named = {f.name for f in fields(kind) if "arguments" in f.metadata}
     if arguments and not named:
         raise ValueError(f"unexpected argument {arguments[0]!r}: flags are --name=value")

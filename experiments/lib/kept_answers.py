@@ -1,8 +1,8 @@
-"""What the systems of studies have answered, kept in a folder for later runs and other studies.
+"""Answers of the systems of studies, kept in a folder for later runs and other studies.
 
-The answers of a setting, a task at a context, depend on the system, the prompts and the sources: a
-hash of all that names their files in `answered/`, JSON beside the distributions. Studies that run
-at once in a folder never mix their answers, and those that ask the same share them.
+The answers of a setting (a task at a context) depend on the system, the prompts and the sources. A
+hash of these names their two files in `answered/`: the answers as JSON, the distributions as .npz.
+So studies may run at once in a folder, and share the answers of equal systems to equal prompts.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from experiments.lib.sources import code_hash
 from models import checkpoint
 from models.hub import TOKENIZER_FILES, find
 
-# The sources that ask, answer and grade.
+# The sources that make prompts, answer and grade.
 SOURCES = (
     "pallas_kernels", "models", "paged", "experiments/tasks", "experiments/evaluate.py",
     "experiments/lib/engines.py", "experiments/lib/kv_held.py", "experiments/lib/reference.py",
@@ -30,14 +30,14 @@ SOURCES = (
 
 
 def sources_hash(root: Path = shipped.ROOT, names: Sequence[str] = SOURCES) -> str:
-    """SHA-256, in hex, of the code of these names in a checkout or installation."""
+    """SHA-256, in hex, of the code in these files and folders of a checkout or installation."""
     chosen = [root / name for name in names]
     found = {path for each in chosen for path in (each, *each.rglob("*.py")) if path.is_file()}
     return code_hash(found)
 
 
 def made_by(model: str) -> dict[str, str]:
-    """What answers depend on beside flags and prompts."""
+    """Hashes and versions that answers depend on beside flags and prompts."""
     files = [find(model) / name for name in ("config.json", *TOKENIZER_FILES)]
     return {
         "sources": sources_hash(), "jax": jax.__version__,
@@ -47,8 +47,11 @@ def made_by(model: str) -> dict[str, str]:
 
 
 def path_of(output_dir: str | Path, name: str, asked: Any) -> Path:
-    """The files of a system's answers to a setting, without their endings, under the name by which
-    it was asked first. asked: all that they depend on."""
+    """The path, without ending, of the two files of a system's answers to a setting.
+
+    name: part of a new path. Existing answers keep the path of the name that they were kept under.
+    asked: all values that the answers depend on.
+    """
     text = json.dumps(run_record.plain(asked), sort_keys=True)
     slug = re.sub("[^a-z0-9]+", "_", name.lower())
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -58,7 +61,7 @@ def path_of(output_dir: str | Path, name: str, asked: Any) -> Path:
 
 
 def keep(path: Path, found: Evaluation) -> None:
-    """Write the answers of a setting. The JSON is last, so that nothing else is missing."""
+    """Write the answers of a setting. The JSON comes last: if it exists, the .npz does too."""
     [held] = found.held.values()
     reference.write(path.with_suffix(".npz"), found.distributions)
     content = {"answers": found.answers, "held": held}
@@ -66,7 +69,7 @@ def keep(path: Path, found: Evaluation) -> None:
 
 
 def read(path: Path) -> Evaluation | None:
-    """What `keep` wrote; None if there is none, or none that is whole."""
+    """The answers that `keep` wrote; None if they are missing or incomplete."""
     try:
         content = json.loads(path.with_suffix(".json").read_bytes())
         answers = [Answer(**each) for each in content["answers"]]

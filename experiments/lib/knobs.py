@@ -1,6 +1,6 @@
-"""Results at ±20 % of the constants that a simulated clock assumes: attention's and the host's.
+"""Sensitivity of results to a simulated clock's assumed constants: attention and host at ±20 %.
 
-A result that turns over within these rests on constants that nothing here has measured.
+A verdict that changes within ±20 % depends on constants that were not measured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ CHANGES = {
     "host -20 %": {"host_knob": 0.8},
     "host +20 %": {"host_knob": 1.2},
 }
-# For what no host takes part in: factors on attention's time, by change.
+# Factors on attention's time, by change, for results without host time.
 OF_ATTENTION = {"": 1.0} | {
     name: change["attention_knob"] for name, change in CHANGES.items() if "attention_knob" in change
 }
@@ -29,13 +29,13 @@ TURNS = "knobs_that_turn_the_claim"
 
 
 def knobs_flag() -> bool:
-    """A field of `Flags`."""
+    """A field of `Flags`: whether results include CHANGES."""
     return flag(True, "also at ±20 % of attention's and of the host's time")
 
 
 def varied[Case](case: Case, asked: bool = True) -> dict[str, Case]:
-    """The case with one of the times changed, by the change. Its class has `attention_knob` and
-    `host_knob`."""
+    """change -> the case with that change; empty if `asked` is False. The case's class has the
+    fields `attention_knob` and `host_knob`."""
     if not asked:
         return {}
     return {name: replace(case, **factor) for name, factor in CHANGES.items()}  # type: ignore[type-var]
@@ -45,10 +45,11 @@ def values[R](
     rows: Sequence[R], of: Callable[[Sequence[R]], Values],
     holds: Callable[[Mapping[str, float]], bool],
 ) -> Values:  # fmt: skip
-    """`of` the rows without a change; then 'NAME, CHANGE' of those with one, and TURNS: at how many
-    changes the claim has another verdict. A value that a change leaves out stays as it is.
+    """The values `of` the unchanged rows; the values of rows with a change, named 'NAME, CHANGE';
+    and TURNS, the number of changes under which the claim's verdict differs. For a verdict, a value
+    that is missing under a change is taken from the unchanged rows.
 
-    Rows have `change`, empty for none; changes that are not of CHANGES are left out.
+    rows: each has `change`, empty for none; rows with a change outside CHANGES are ignored.
     """
     by_change = {
         name: [row for row in rows if row.change == name]  # type: ignore[attr-defined]
@@ -67,7 +68,7 @@ def values[R](
 
 
 def _verdict(holds: Callable[[Mapping[str, float]], bool], found: Mapping[str, Any]) -> bool | None:
-    """None where a value that the rule needs is missing."""
+    """Whether the claim holds; None if a value that the rule needs is missing."""
     try:
         return bool(holds({name: value for name, value in found.items() if value is not None}))
     except KeyError:

@@ -1,5 +1,5 @@
-"""What sequences hold of KV memory and what their tokens read of it, under policies that keep or
-read less than all."""
+"""KV memory that sequences hold, and that their generated tokens read, under policies that keep or
+read less than all tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,18 +13,21 @@ from paged.kv_cache.dense.layout import DenseLayout
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.work import Heads, Layout
 
-DENSE_ITEMSIZE = 2  # bytes of a number of 16 bits
+DENSE_ITEMSIZE = 2  # bytes of a 16-bit number
 READS = ("decode", "selection")  # parts of `Layout.work`
 
 
 @dataclass(frozen=True)
 class Held:
-    """A sequence, and the means over its steps. fraction: the bytes of its pages, all that lies in
-    them and what is empty included, over those of the 16-bit pages, of as many tokens each as one
-    of the highest precision, that its tokens would fill. high, low: shares of its tokens that are
-    kept in high and in low precision, over all heads, and top: in a third one above them. read:
-    the bytes that attention and selection of generated tokens read, over those of the dense policy
-    in 16 bits; None if no step generated a token."""
+    """Means over the steps of a sequence. Baseline: the dense policy in 16 bits at the same page
+    size.
+
+    fraction: bytes of the sequence's pages, empty slots included, over the baseline's.
+    high, low: shares of its tokens kept in high and in low precision, over all heads.
+    top: share of its tokens kept in a third precision above `high`.
+    read: bytes that attention and page selection of generated tokens read, over the baseline's;
+        None if no step generated a token.
+    """
 
     fraction: float
     high: float
@@ -34,8 +37,8 @@ class Held:
 
 
 def of_sequences(engine: Engine) -> list[Held]:
-    """Those that the engine's events tell of, in the order in which they were admitted, with at
-    least one whole step. None where sequences keep all of their tokens as they are."""
+    """The sequences in the engine's events that ran at least one step, in order of admission. Empty
+    under a policy that keeps all tokens unchanged."""
     config, declared = engine.config, policy_of(engine.config.policy).layout
     P, shards = config.page_size, config.tensor_parallel
     sharded = ShardedModel.split(engine.model, shards, engine.executor.dtype)
@@ -45,7 +48,7 @@ def of_sequences(engine: Engine) -> list[Held]:
     dense = DenseLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
     dense_page = P * sharded.kv_token_bytes("float16")
     owners: dict[int, int] = {}  # by slot
-    rows: dict[int, tuple] = {}  # by step: owners, slots and lengths at its end
+    rows: dict[int, tuple] = {}  # by step: owners, slots, lengths at its end, whether it decodes
     samples: list[list[tuple[float, ...]]] = []
     for event in engine.events:
         match event["event"]:
@@ -75,7 +78,7 @@ def of_sequences(engine: Engine) -> list[Held]:
 
 
 def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
-    """[n] bytes that a layer's attention of one generated token reads, selection included. kept:
+    """[n] bytes that a layer's attention and page selection read for one generated token. kept:
     [n, I] tokens of each precision."""
     ones = np.ones((len(contexts), 1), np.int64)
     held = None if kept is None else kept[:, None]
@@ -85,14 +88,15 @@ def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = Non
 
 
 def _mean(samples: np.ndarray) -> Held:
-    """Of [n, 5] fields of Held; read, the last, is nan where there is none."""
+    """The means of samples [n, 5] of the fields of Held: fraction, high, low, top, and read, which
+    is nan for a step that generated no token."""
     read = samples[~np.isnan(samples[:, -1]), -1]
     fraction, high, low, top = samples[:, :-1].mean(0).tolist()
     return Held(fraction, high, low, top, float(read.mean()) if len(read) else None)
 
 
 def mean(all_held: Sequence[Held]) -> Held | None:
-    """Of sequences, each of which counts alike; None of none."""
+    """The mean over sequences, with equal weights; None if there are none."""
     if not all_held:
         return None
     return _mean(np.array([dataclasses.astuple(each) for each in all_held], float))

@@ -1,7 +1,7 @@
-"""Measured times of a layer's ops on a GPU, from CSV files as Vidur's profiles give them.
+"""Measured times of a layer's ops on a GPU, from CSV files in the form of Vidur's profiles.
 
-MODEL-GPU-layer-times.csv: a row for each number of tokens in the batch and tensor-parallel degree,
-and a column OP_ms for each op, its median in milliseconds. Rows may repeat.
+MODEL-GPU-layer-times.csv has a row for each number of tokens in the batch and tensor-parallel
+degree, and a column OP_ms for each op: its median in milliseconds. Rows may repeat.
 """
 
 import csv
@@ -20,7 +20,7 @@ from paged.simulator.layer import layer_ops
 
 ENDING = "-layer-times.csv"
 MODELS = shipped.ROOT / "configs" / "models"
-# Vidur's names of columns, and ours. Of a layer's two residual sums one is measured.
+# Vidur's column names -> our op names. Only one of a layer's two residual sums is measured.
 OPS = {
     "input_layernorm": "attention_norm",
     "attn_pre_proj": "qkv",
@@ -36,10 +36,10 @@ OPS = {
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """A model's layer, spread over `shards` GPUs.
+    """Times of a model's layer, split over `shards` GPUs, for n batches.
 
-    tokens: [n] of each batch.
-    seconds: [n] of each op, by our names.
+    tokens: [n] tokens of each batch.
+    seconds: [n] of each op, by our op names.
     ops: the measured ops, over the same batches.
     """
 
@@ -54,7 +54,7 @@ class LayerTimes:
         return [name for name, op in self.ops.items() if isinstance(op, Product)]
 
     def thinned(self) -> "LayerTimes":
-        """One batch of each quarter octave of tokens, or long batches would dominate a fit."""
+        """One batch of each quarter octave of tokens. Otherwise long batches dominate a fit."""
         _, first = np.unique(np.round(4 * np.log2(self.tokens)), return_index=True)
         return self._of(first)
 
@@ -66,18 +66,20 @@ class LayerTimes:
 def layer_times(
     model: str, shards: int, tokens: np.ndarray, seconds: dict[str, np.ndarray]
 ) -> LayerTimes:
-    """Raises ValueError if the model cannot be spread over so many GPUs."""
+    """Raises ValueError if the model cannot be split over `shards` GPUs."""
     sharded = ShardedModel.split(checkpoint.load_config(MODELS / model), shards)
     ops = layer_ops(sharded, tokens)
     return LayerTimes(model, shards, tokens, seconds, {name: ops[name] for name in seconds})
 
 
 def read(folder: str | Path, gpu: str) -> tuple[list[LayerTimes], list[str]]:
-    """The files of one GPU, which their names may call by its family alone: 'a100' for 'a100-80';
-    and the names of those whose model has no configuration here, which are left out.
+    """(layer times from the files of one GPU, names of skipped files).
 
-    Raises ValueError, naming file and line, for what is missing or no measured time, and if no
-    file's model is known.
+    A file name may give the GPU's family alone: 'a100' for 'a100-80'. Files whose model has no
+    configuration in configs/models are skipped.
+
+    Raises ValueError, naming the file and for a value its line, for missing files or columns, for
+    invalid values, and if all files are skipped.
     """
     names = {f"-{gpu}{ENDING}", f"-{gpu.partition('-')[0]}{ENDING}"}
     paths = sorted(Path(folder).glob(f"*{ENDING}"))
@@ -95,7 +97,7 @@ def read(folder: str | Path, gpu: str) -> tuple[list[LayerTimes], list[str]]:
 
 
 def _plain(name: str) -> str:
-    """A model's name without what spellings differ in: 'Meta-Llama-3-8B' is 'llama38b'."""
+    """A model's name without spelling variants: 'Meta-Llama-3-8B' becomes 'llama38b'."""
     return name.lower().removeprefix("meta-").replace("-", "").replace("_", "")
 
 

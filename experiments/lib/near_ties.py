@@ -1,7 +1,7 @@
-"""Whether runs of the same requests differ by near ties only.
+"""Differences between runs of the same requests, and whether they are near ties.
 
-Programs of other shapes add up a logit in another order. Where two tokens' logits lie closer to
-each other than that may move them, either token is right, and what follows it differs as well.
+Programs of different shapes sum a logit in different orders. If two tokens' logits differ by less
+than the rounding error of such sums, either token is right, and the following tokens may differ.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 
-NEAR_TIE = 1e-4  # a lead of a logit or of a beam that another order of sums can turn around
+NEAR_TIE = 1e-4  # a lead of a logit or a beam that another order of sums can reverse
 
 
 def nearly_tied(
     engine: Engine, prompt: list[int], tokens: list[int], how: SamplingParams, place: int = 0,
     adapter: str | None = None, lead: float = NEAR_TIE,
 ) -> bool:  # fmt: skip
-    """Whether the engine, which serves the request alone, begins its sequence `place` with these
-    tokens once the last one's logit is raised by `lead`."""
+    """Whether sequence `place` of the request, served alone, begins with `tokens` if the logit of
+    the last of these tokens is raised by `lead`."""
     bias = dict(how.logit_bias)
     bias[tokens[-1]] = bias.get(tokens[-1], 0.0) + lead
     output = engine.generate([prompt], replace(how, logit_bias=bias), [adapter])[0]
@@ -27,14 +27,14 @@ def nearly_tied(
 
 
 def num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens come before the first that differs."""
+    """Length of the common prefix."""
     shorter = min(len(ours), len(theirs))
     return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two greedy outputs of a request whose tokens from place `at` on differ."""
+    """Two greedy outputs of a request whose tokens differ from index `at` on."""
 
     ours: RequestOutput
     theirs: RequestOutput
@@ -51,8 +51,8 @@ class Difference:
 def differences(
     engine: Engine, ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]
 ) -> list[Difference]:
-    """Where greedy outputs of the same requests in two runs differ; engine: an idle one that tells
-    whether either token of such a place could have been sampled."""
+    """The differences between greedy outputs of the same requests in two runs. engine: an idle
+    engine that decides whether a difference is a near tie: both tokens could have been sampled."""
     found = []
     how = SamplingParams(max_tokens=1, ignore_eos=True)
     for a, b in zip(ours, theirs, strict=True):

@@ -25,9 +25,9 @@ FILES = tuple(f"{name}.png" for name in ("kv_memory", "queue", "latency", "step_
 
 
 def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) -> list[OSError]:
-    """Write each picture alone and all of them as overview.png; returns what could not be written.
+    """Write each picture alone and all in overview.png; the errors of files not written.
 
-    Time 0 is the first arrival. hardware: what the times were measured on, for the footers.
+    Time 0 is the first arrival. hardware: the machine of the times, for the footers.
     """
     start = min((r.arrival_s for r in metrics.requests), default=0.0)
     steps = [replace(step, time_s=step.time_s - start) for step in metrics.steps]
@@ -51,7 +51,7 @@ def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) ->
 
 
 def draw_kv_memory(axes: Axes, steps: Sequence[StepRecord]) -> None:
-    """Token slots over time, stacked by what they hold (vLLM §3.1)."""
+    """Token slots over time, stacked by use (vLLM §3.1)."""
     steps = with_idle_time(steps)
     times = [step.time_s for step in steps]
     layers = [
@@ -65,7 +65,7 @@ def draw_kv_memory(axes: Axes, steps: Sequence[StepRecord]) -> None:
 
 
 def with_idle_time(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """The steps, and a record of an empty engine wherever neither host nor device worked."""
+    """The steps, with a record of an empty engine inserted wherever host and device were idle."""
     timeline = list(steps[:1])
     for before, after in itertools.pairwise(steps):
         woke_s = after.time_s - after.device_s - after.host_s
@@ -79,7 +79,7 @@ def with_idle_time(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def draw_queue(axes: Axes, steps: Sequence[StepRecord]) -> None:
-    """Requests that run and that wait, over time."""
+    """Running and waiting requests over time."""
     steps = with_idle_time(steps)
     times = [step.time_s for step in steps]
     axes.step(times, [s.num_running for s in steps], where="pre", color="#2f6b9a", label="running")
@@ -143,7 +143,7 @@ def _save(figure: Figure, path: Path, title: str, hardware: str) -> Path:
 def lines(
     axes: Axes, rows: Sequence[Any], x: str, y: str, label: str, xlabel: str, ylabel: str
 ) -> None:
-    """A line for each value of `label`, of rows' attributes."""
+    """Attribute `y` over attribute `x` of the rows, a line for each value of attribute `label`."""
     for value in dict.fromkeys(getattr(row, label) for row in rows):
         mine = [row for row in rows if getattr(row, label) == value]
         axes.plot([getattr(r, x) for r in mine], [getattr(r, y) for r in mine], "o-", label=value)
@@ -154,7 +154,7 @@ def lines(
 def over_block_sizes(
     axes: Axes, sizes: Sequence[int], curves: Mapping[str, Sequence[float]], ylabel: str
 ) -> None:
-    """Curves over the block size in tokens, on the scale of vLLM's figures."""
+    """Curves over the block size in tokens, on a log2 axis as in vLLM's figures."""
     for name, values in curves.items():
         axes.plot(sizes, values, "o-", label=name)
     axes.set_xscale("log", base=2)

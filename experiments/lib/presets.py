@@ -1,4 +1,4 @@
-"""All policies, and the presets of the flag files, at a size that runs anywhere in seconds."""
+"""All policies, and the presets of the flag files, at a size that any machine runs in seconds."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,8 @@ CONFIG: dict[str, Any] = {
     "max_model_len": 64, "page_size": 4, "kv_cache_tokens": 400, "watermark": 0.0,
 }  # fmt: skip
 LSERVE = {"budget": 12, "logical_page": 2, "sink": 4, "local": 8}
-WHOLE = {"chunked_prefill": False, "max_num_batched_tokens": 64}  # prompts come whole
-TILE = {"prompt_tile": 16}  # chunks of prompts are whole tiles
+WHOLE = {"chunked_prefill": False, "max_num_batched_tokens": 64}
+TILE = {"prompt_tile": 16}  # prompt chunks are whole tiles
 DIFFKV = TILE | {"high": "auto", "low": "K4V4", "alpha_h": 1.0, "alpha_l": 0.6, "window": 6}
 THREE = DIFFKV | {"top": "auto", "high": "K8V8", "alpha_top": 1.4}
 AS_THEY_ARE = TILE | {"high": "auto", "low": "auto", "alpha_h": 0.0, "alpha_l": 0.0}
@@ -33,7 +33,8 @@ KIVI = TILE | {
 
 @dataclass(frozen=True)
 class Preset:
-    """streams: whether heads stream, by gates that are made up."""
+    """A policy with its options and configuration. streams: whether some heads stream, by made-up
+    gates."""
 
     policy: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -91,9 +92,9 @@ def model_of(num_kv_heads: int) -> ModelConfig:
 
 
 def padded(engine: Engine) -> Engine:
-    """`engine`, with every step padded to the largest size that is declared.
+    """`engine`, with every step padded to the largest declared size.
 
-    Two programs are compiled then, where all sizes would be many; `test_engine.py` runs them all.
+    So two programs are compiled instead of one for each size; `test_engine.py` runs all sizes.
     """
     sizes = engine.loop._buckets
     engine.loop._buckets = Buckets(sizes.prefill[-1:], sizes.decode[-1:], sizes.mixed[-1:])

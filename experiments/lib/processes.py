@@ -1,4 +1,4 @@
-"""Programs that run side by side, each in a process and a process group of its own."""
+"""Programs that run in parallel, each in its own process and process group."""
 
 import os
 import signal
@@ -16,11 +16,13 @@ from experiments.lib.signals import interrupts
 def run_apart(
     program: Callable[..., int], cases: Sequence[tuple[Any, ...]], jobs: int
 ) -> Generator[tuple[int, int]]:
-    """(index of the case, exit status) of `program(*case)`, as they end, `jobs` at once; 128 and
-    the signal's number if one ended it.
+    """Run `program(*case)` for each case, `jobs` at once. Yields (index of the case, exit status)
+    as they end; the status is 128 plus the signal's number if a signal ended the process.
 
-    program: a function of a module. A terminal's Ctrl-C reaches only this process, which ends the
-    others in good order, as it does if the iterator is closed; a second one kills them.
+    program: a module-level function.
+
+    Ctrl-C in a terminal reaches only this process. It interrupts the others with SIGINT and waits
+    for them, as it does when the iterator is closed. A second Ctrl-C kills them.
     """
     context, waiting = get_context("spawn"), deque(enumerate(cases))
     running: dict[int, tuple[int, SpawnProcess]] = {}
@@ -52,14 +54,15 @@ def run_apart(
 
 def _run(program: Callable[..., int], case: tuple[Any, ...]) -> None:
     os.setpgrp()
-    # A shell starts its background jobs, and so what they start, with SIGINT ignored.
+    # A shell starts background jobs with SIGINT ignored, and their children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with interrupts():
         sys.exit(program(*case))
 
 
 def _send(process: SpawnProcess, number: signal.Signals) -> None:
-    """To its group, which it does not have while Python starts."""
+    """Send a signal to the process's group, or to the process alone while Python starts, when the
+    group does not exist yet."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, number)

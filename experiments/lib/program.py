@@ -1,9 +1,13 @@
 """How the programs of `experiments` start and end.
 
-Exit status: 0; 1 for what the user can mend, told in a line that begins with 'error: '; 130 and 143
-after SIGINT (Ctrl-C) and SIGTERM. Anything else is a fault of the program, and shows its traceback.
-Until `Program.run` is called, while Python imports the modules, a signal ends it as it ends any
-program.
+Exit status:
+
+    0         success
+    1         an error that the user can fix, printed as one line 'error: …'
+    130, 143  ended by SIGINT (Ctrl-C), by SIGTERM
+
+Any other exception is a bug, and shows its traceback. Before `Program.run`, while Python imports
+modules, signals have Python's default effect.
 """
 
 import logging
@@ -27,12 +31,12 @@ flags.disclaim_key_flags()  # --help lists the flags as the program's own
 
 
 class Refused(ValueError):
-    """What the user can mend: its message is all that a program says of it."""
+    """An error that the user can fix. The program prints its message without a traceback."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """While the input is checked: a ValueError is what the user can mend."""
+    """A context for checks of input: turns a ValueError into Refused."""
     try:
         yield
     except ValueError as error:
@@ -40,8 +44,8 @@ def refusals() -> Iterator[None]:
 
 
 class Unfailing:
-    """A stream whose errors do not end the program: progress and messages are dropped if its disk
-    is full or its reader has gone."""
+    """A stream whose errors do not end the program: output is dropped if the disk is full or the
+    pipe is closed."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -61,14 +65,16 @@ class Unfailing:
 
 @dataclass(frozen=True)
 class Program[F: Flags, O: Output | None]:
-    """A program of one function, `main`. It gets the flags and where to write, and returns the exit
+    """A program of one function, `main`, which gets the flags and the output, and returns the exit
     status, None for 0.
 
-    output: where to write by default; None for a program that writes nowhere. The folder is made
-    before `main` is called, and refused if it takes no files, if a folder stands where report.json,
-    summary.json or one of `files` would. Unless --overwrite is given, no run replaces one with
-    other flags. Where the default is empty, nothing need be written.
-    error_status: of every error, where status 1 has another meaning.
+    output: default output folder; None for a program that writes no files. The folder is made
+        before `main` is called. It is refused if it is not writable, or if report.json,
+        summary.json or one of `files` is a folder there. Without --overwrite, a run never replaces
+        a run with other flags. If the default is empty, the program writes only if --output_dir is
+        set.
+    files: names of further output files.
+    error_status: exit status of every error, for programs where 1 has another meaning.
     """
 
     main: Callable[[F, O], int | None]
@@ -78,18 +84,18 @@ class Program[F: Flags, O: Output | None]:
     error_status: int = 1
 
     def run(self) -> None:
-        """Run it as the command line says, and exit."""
-        # transformers would advise at every start to install torch, which nothing here needs.
+        """Run the program with the flags of the command line, and exit."""
+        # Otherwise transformers advises at every start to install torch, which is not needed.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        # absl's log would show JAX looking for TPUs.
+        # Otherwise absl's log shows JAX's search for TPUs.
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
-        # Where the descriptor is closed, sys.stderr is None. The stream is open until the end.
+        # sys.stderr is None if its descriptor is closed. The stream stays open until exit.
         sys.stderr = cast(TextIO, Unfailing(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115
         with interrupts():
             self.start(self.define())
 
     def define(self) -> list[str]:
-        """Define the flags; their names."""
+        """Define the flags; returns their names."""
         before = set(flags.FLAGS)
         define_typed(self.flags)
         if self.output is not None:
@@ -98,7 +104,8 @@ class Program[F: Flags, O: Output | None]:
         return [name for name in flags.FLAGS if name not in before]
 
     def start(self, names: Sequence[str], argv: list[str] | None = None) -> None:
-        """Run it with the flags of these names, read from argv (None: the command line)."""
+        """Run the program with the flags of these names, parsed from argv (None: the command line),
+        and exit."""
         try:
             app.run(lambda rest: self._call(rest[1:], names), argv, flags_parser=self._parse)
         except Exception:
@@ -118,7 +125,7 @@ class Program[F: Flags, O: Output | None]:
             sys.exit()
 
     def _call(self, arguments: Sequence[str], names: Sequence[str]) -> int | None:
-        # Not every terminal can show every character of a prompt.
+        # Some terminals cannot show every character of a prompt.
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
@@ -135,7 +142,7 @@ class Program[F: Flags, O: Output | None]:
             self._fail(told(error))
 
     def _checked(self, arguments: Sequence[str], names: Sequence[str]) -> Callable[[], int | None]:
-        """`main` with what it gets. Raises ValueError for what cannot be."""
+        """`main`, bound to its flags and output. Raises ValueError for invalid ones."""
         values = {name: flags.FLAGS[name].value for name in names}
         given = typed(self.flags, values, arguments)
         if self.output is None:
@@ -153,8 +160,8 @@ class Program[F: Flags, O: Output | None]:
 
 
 def _free_folder(output_dir: str, asked: Flags) -> str:
-    """The folder, or, where that is the default and holds a run with other flags, the first of
-    FOLDER-2, FOLDER-3, … that does not. Raises ValueError for a named one that does."""
+    """The output folder. If it holds a run with other flags: for the default folder, the first of
+    FOLDER-2, FOLDER-3, … that does not; for a folder set by --output_dir, raises ValueError."""
     folder, number = output_dir, 1
     while differs := run_record.other_flags(folder, asked):
         if not flags.FLAGS["output_dir"].using_default_value:
@@ -171,8 +178,8 @@ def _free_folder(output_dir: str, asked: Flags) -> str:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """A context for imports that need the extra of pyproject.toml: if one is missing, the program
-    ends with a line that says how to install it."""
+    """A context for imports that need extra `name` of pyproject.toml. If a module is missing, the
+    program exits with a line on how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -195,13 +202,13 @@ def _with_flagfiles_found(argv: Sequence[str]) -> list[str]:
 
 
 def told(error: OSError) -> str:
-    """An error of the system in words: which file, and what is wrong."""
+    """The message of an OSError: its file, and the error."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def _give_up_broken_stdout() -> None:
-    """What a full disk or a closed pipe did not take would be tried, and complained about, again at
-    exit."""
+    """Redirect stdout to devnull if it cannot be flushed. Otherwise Python would flush it again at
+    exit, and print another error."""
     try:
         sys.stdout.flush()
     except OSError:

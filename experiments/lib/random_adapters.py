@@ -9,16 +9,16 @@ from models.config import ModelConfig
 from models.families import family
 from models.lora import Lora, Pair
 
-RANK = 16  # of all adapters of the paper
-SIZE = 0.3  # of BA beside base weights: other tokens than the base model's, and no explosion
+RANK = 16  # rank of all adapters in the paper
+SIZE = 0.3  # of BA relative to base weights: large enough to change tokens, but stable
 
 
 def write(folder: str | Path, model: ModelConfig, seed: int, rank: int = RANK) -> Path:
-    """An adapter of all of the model's projections, float16; the folder."""
+    """Write an adapter of all the model's projections, float16; the folder."""
     rng = np.random.default_rng([seed, 5])
     weights: dict[str, list[Pair | None]] = {name: [] for name in family(model).PROJECTIONS}
     for layer in family(model).declare(model)["layers"]:
-        shared: dict[str, np.ndarray] = {}  # A of each module
+        shared: dict[str, np.ndarray] = {}  # A of each module; its projections share it
         for name, pairs in weights.items():
             module, (fan_out, fan_in) = layer[name].hf_name, layer[name].shape
             if module not in shared:

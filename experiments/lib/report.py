@@ -1,4 +1,4 @@
-"""What a serving run amounts to: throughput, latency, KV memory and answers."""
+"""Report on a serving run: throughput, latency, KV memory and answers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ MEMORY = ("token_states", "reserved", "internal", "external")  # vLLM §3.1, Fig
 
 @dataclass(frozen=True)
 class Answered:
-    """A request, what came of it, and whether that is its answer; None where it names no answer."""
+    """A request and its output. exact: whether the output is the request's reference answer; None
+    if it has none."""
 
     request: Request
     output: RequestOutput
@@ -25,7 +26,8 @@ class Answered:
 
 
 def is_exact(text: str, answer: str, stop: Sequence[str]) -> bool:
-    """Whether a text is the answer. A stop string ends the answer but was cut from the text."""
+    """Whether a text is the answer. Stop strings are removed from the answer's end, because the
+    engine cuts them from the text."""
     for string in stop:
         answer = answer.removesuffix(string)
     return text == answer
@@ -44,7 +46,7 @@ def score(requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> list
 
 
 def answers_exact(answered: Sequence[Answered]) -> dict[str, tuple[int, int]]:
-    """task -> (exact answers, prompts with an answer); prompts that name no task are `needle`'s."""
+    """task -> (exact answers, prompts with an answer); prompts without a task count as `needle`."""
     counts: dict[str, tuple[int, int]] = {}
     for item in answered:
         if item.exact is not None:
@@ -71,7 +73,7 @@ def output_line(item: Answered) -> dict[str, Any]:
 
 
 def describe_requests(answered: Sequence[Answered]) -> dict[str, Any]:
-    """The workload as it was served; no means if nothing was."""
+    """The served workload; without means if nothing was served."""
     if not answered:
         return {"requests": 0}
     return {
@@ -88,7 +90,7 @@ def ttft_s(record: RequestRecord) -> float | None:
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Time per output token after the first; sequences of a request are averaged."""
+    """Time per output token after the first, by the mean length of the request's sequences."""
     length = record.output_tokens / record.sequences
     if record.first_token_s is None or length < 2:
         return None
@@ -96,14 +98,14 @@ def tpot_s(record: RequestRecord) -> float | None:
 
 
 def normalised_latency_s(record: RequestRecord) -> float | None:
-    """End-to-end latency over output tokens (vLLM §6.1); its mean is the paper's key metric."""
+    """End-to-end latency over output tokens (vLLM §6.1). Its mean is the paper's key metric."""
     if not record.output_tokens:
         return None
     return (record.finish_s - record.arrival_s) / (record.output_tokens / record.sequences)
 
 
 def complete(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Requests that ran to their end, the only ones whose latency counts."""
+    """Requests that ran to their end. Only their latency counts."""
     return [record for record in records if record.finish_reason in COMPLETE]
 
 
@@ -112,7 +114,7 @@ def present(values) -> list[float]:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """mean, p50, p90, p99 (linear interpolation) and max, or None of nothing."""
+    """mean, p50, p90, p99 (linear interpolation) and max; None if there are no values."""
     if not len(values):
         return None
     p50, p90, p99 = np.percentile(values, (50, 90, 99))
@@ -120,7 +122,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def measure(metrics: Metrics) -> dict[str, Any]:
-    """What report.json says of the run itself, as nested dicts; s unless a name says ms."""
+    """Measurements of the run for report.json, as nested dicts; in seconds unless named ms."""
     steps, records = metrics.steps, complete(metrics.requests)
     start = min((r.arrival_s for r in metrics.requests), default=0.0)
     duration = max((r.finish_s for r in metrics.requests), default=start) - start
@@ -172,11 +174,12 @@ def measure(metrics: Metrics) -> dict[str, Any]:
 
 
 def kv_memory(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Shares of the allocated KV memory by what it holds (vLLM Fig. 2), and of the pool allocated.
+    """Shares of the allocated KV memory by use (vLLM Fig. 2), and share of the pool allocated.
 
-    A share is a ratio of two averages over time, in which a step weighs as long as it took on the
-    device; idle time does not count. saved_by_sharing: what blocks of several owners save, of what
-    there would be without (§6.3).
+    A share is a ratio of two averages over steps, weighted by device time; idle time does not
+    count.
+
+    saved_by_sharing: memory saved by shared blocks, over the memory needed without sharing (§6.3).
     """
     slots = {name: _time_mean(steps, [getattr(s, f"kv_{name}") for s in steps]) for name in MEMORY}
     allocated = sum(slots.values())
@@ -196,13 +199,13 @@ def kv_memory(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def hit_fraction(prefix_cache: dict[str, int]) -> float:
-    """Share of the prompt tokens that came from the prefix cache instead of a prefill."""
+    """Share of the prompt tokens that were in the prefix cache and not prefilled."""
     total = prefix_cache["hit_tokens"] + prefix_cache["prefill_tokens"]
     return prefix_cache["hit_tokens"] / total if total else 0.0
 
 
 def allocated_slots(step: StepRecord) -> int:
-    """Token slots of all pages in use."""
+    """Token slots of all allocated pages."""
     return sum(getattr(step, f"kv_{name}") for name in MEMORY)
 
 
@@ -214,9 +217,10 @@ def _time_mean(steps: Sequence[StepRecord], values: Sequence[float]) -> float:
 
 
 def summary(measured: dict[str, Any], answers: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """The flat numbers of summary.json; what was not measured is left out.
+    """The flat numbers of summary.json, without those that were not measured.
 
-    answers_exact is the share of needle prompts answered exactly, answers_exact_<task> of others.
+    answers_exact: share of exact answers to `needle` prompts.
+    answers_exact_<task>: the same for another task.
     """
     memory, batch = measured["kv_memory"], measured["batch"]
     numbers = {
@@ -242,7 +246,7 @@ def summary(measured: dict[str, Any], answers: dict[str, tuple[int, int]]) -> di
 
 
 def request_row(record: RequestRecord, adapter: str | None = None) -> dict[str, Any]:
-    """One line of requests.csv; times in seconds. adapter: that the request named."""
+    """One line of requests.csv; times in seconds. adapter: the request's adapter."""
     latencies = {
         "ttft_s": ttft_s(record),
         "tpot_s": tpot_s(record),
@@ -252,7 +256,7 @@ def request_row(record: RequestRecord, adapter: str | None = None) -> dict[str, 
 
 
 def table(measured: dict[str, Any], answers: dict[str, tuple[int, int]], hardware: str) -> str:
-    """The run on one screen."""
+    """The measurements as text for one screen."""
     flow, memory, batch = measured["throughput"], measured["kv_memory"], measured["batch"]
     requests = measured["requests"]
     lines = [
@@ -299,7 +303,7 @@ def table(measured: dict[str, Any], answers: dict[str, tuple[int, int]], hardwar
 
 
 def show(answered: Sequence[Answered], per_task: int = 3, width: int = 60) -> str:
-    """The ends of a few text prompts of each task, and what was generated."""
+    """The ends of a few text prompts of each task, and the generated texts."""
     marks = {True: "right", False: "WRONG", None: "-"}
     shown: Counter[str] = Counter()
     lines = []

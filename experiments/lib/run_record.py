@@ -1,7 +1,7 @@
-"""Writing down what an experiment did: the same files for every experiment.
+"""Records of a run, in the same files for every experiment.
 
 report.json holds everything about the run: flags, versions, hardware, measurements.
-summary.json is one flat object, name -> number, to compare runs by.
+summary.json is one flat object, name -> number, to compare runs.
 """
 
 import csv
@@ -28,7 +28,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "tokenize
 
 
 def describe_environment() -> dict[str, Any]:
-    """Package versions, hardware and the commit of this checkout, as far as they can be told."""
+    """Package versions, hardware and the commit of this checkout; None where unknown."""
     installed = {d.name.lower() for d in importlib.metadata.distributions() if d.name}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
     return {
@@ -58,15 +58,15 @@ def hardware_line(environment: Mapping[str, Any]) -> str:
 
 
 def check_output_dir(output_dir: str | Path, *names: str) -> Path:
-    """The folder, made if it was not there; ValueError, before any work, if it takes no files, or a
-    folder stands where report.json, summary.json or one of these names would."""
+    """The output folder, made if missing. Raises ValueError if it is not writable, or if
+    report.json, summary.json or one of `names` is a folder there."""
     if not str(output_dir):
         raise ValueError("--output_dir must name a folder, not ''")
     path = Path(output_dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(2**16))  # a full disk takes a file, but nothing in it
+            file.write(bytes(2**16))  # on a full disk an empty file can still be created
     except OSError as error:
         raise ValueError(f"--output_dir={output_dir} cannot be written to: {error}") from None
     for name in ("report.json", "summary.json", *names):
@@ -78,8 +78,8 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
 
 
 def other_flags(output_dir: str | Path, flags: Any) -> str:
-    """In words, the flags of the folder's report.json that differ from these; empty if there is no
-    report, or no difference."""
+    """A message on the flags of the folder's report.json that differ from `flags`; empty without a
+    report, or without a difference."""
     path = Path(output_dir) / "report.json"
     if not path.exists():
         return ""
@@ -98,7 +98,7 @@ def other_flags(output_dir: str | Path, flags: Any) -> str:
 
 
 def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, those of parts too."""
+    """All flags by name; the flags of nested parts are on the same level."""
     parts = [value for value in flags.values() if isinstance(value, Mapping)]
     return {name: x for each in (*parts, flags) for name, x in each.items() if x not in parts}
 
@@ -106,7 +106,7 @@ def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
 def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) -> Path:
     """Write summary.json.
 
-    Raises: ValueError for a value that is not a finite number; leave out what was not measured.
+    Raises ValueError for a value that is not a finite number; leave unmeasured values out.
     """
     for name, value in numbers.items():
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
@@ -116,20 +116,20 @@ def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) ->
 
 
 def write_json(output_dir: str | Path, name: str, value: Any) -> Path:
-    """Write `plain(value)` to a JSON file; its path."""
+    """Write `plain(value)` to a JSON file; the path of the file."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n"
     return write_whole(Path(output_dir) / name, text)
 
 
 def write_json_lines(output_dir: str | Path, name: str, values: Iterable[Any]) -> Path:
-    """Write one JSON value a line; the path of the file."""
+    """Write each value as a line of JSON; the path of the file."""
     lines = (json.dumps(plain(value), ensure_ascii=False) + "\n" for value in values)
     return write_whole(Path(output_dir) / name, "".join(lines))
 
 
 def write_csv(output_dir: str | Path, name: str, rows: Sequence[Any]) -> Path:
-    """Write dataclass instances of one kind, or dicts with the same keys, a line each; the path of
-    the file."""
+    """Write a line for each row; the path of the file. rows: instances of one dataclass, or dicts
+    with equal keys."""
     table = [row if isinstance(row, Mapping) else dataclasses.asdict(row) for row in rows]
     text = io.StringIO(newline="")
     if table:
@@ -147,20 +147,20 @@ def save_figure(figure: "Figure", path: str | Path, dpi: int) -> Path:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> Path:
-    """Write a file whole or not at all: an older one stays until the new one is complete. The path.
+    """Write a file atomically: an older file stays until the new one is complete. Returns the path.
 
-    A lone surrogate, which UTF-8 cannot encode, is written as its JSON escape. Raises: OSError that
+    A lone surrogate, which UTF-8 cannot encode, is written as its JSON escape. Raises OSError that
     names the file.
     """
     path = Path(path)
-    # A link stays one.
+    # Replace the file that a link points to, not the link.
     target = Path(os.path.realpath(path))
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and not target.is_file():  # a device or a pipe is not to be replaced
+        if target.exists() and not target.is_file():  # a device or a pipe must not be replaced
             target.write_bytes(content)
             return path
         try:
@@ -174,7 +174,7 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
 
 
 def write_all(writers: Iterable[Callable[[], Any]]) -> list[OSError]:
-    """Call each, whether or not those before it could write their files; the errors."""
+    """Call every writer, also after one has failed; returns the OSErrors."""
     errors = []
     for write in writers:
         try:
@@ -185,7 +185,7 @@ def write_all(writers: Iterable[Callable[[], Any]]) -> list[OSError]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses as objects, arrays and tuples as lists, numpy scalars as
+    """`value` as JSON values: dataclasses as objects, arrays and tuples as lists, numpy scalars as
     numbers, nan and inf as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
@@ -213,7 +213,7 @@ def _cpu_model() -> str:
 
 
 def memory_gib() -> float | None:
-    """Of this machine; None where it does not tell."""
+    """GiB of this machine's memory; None if unknown."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):
@@ -221,14 +221,14 @@ def memory_gib() -> float | None:
 
 
 def check_memory(what: str, size: int) -> None:
-    """Raises ValueError if the machine has less memory than so many bytes."""
+    """Raises ValueError if the machine has less memory than `size` bytes."""
     here = memory_gib()
     if here is not None and size > here * 2**30:
         raise ValueError(f"{what} would take {size >> 30:,} GiB; this machine has {here:,}")
 
 
 def _git_commit() -> str | None:
-    """The commit of this checkout, with "-dirty" if tracked files differ from it."""
+    """The commit of this checkout, with "-dirty" if tracked files are changed; None if unknown."""
     here = str(Path(__file__).parent)
     git = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40"]
     try:

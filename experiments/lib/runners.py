@@ -29,7 +29,7 @@ def simulated(
     model: ModelConfig, config: EngineConfig, cost: StepCost, count: int, dtype: str = "float32",
     rebalance_s: float = 10.0, keep_outputs: bool = True,
 ) -> SimulatedCluster:  # fmt: skip
-    """Engines over a cost model."""
+    """A cluster of engines on simulated devices, with the step times of `cost`."""
     engines = {
         uuid: Engine(
             model, config,
@@ -48,8 +48,8 @@ def threads(
     flags: ModelFlags, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
     rebalance_s: float = 10.0,
 ) -> LiveCluster:  # fmt: skip
-    """Engines on JAX's devices. tokenizer: None where nobody reads their text. Raises ValueError if
-    there are fewer devices."""
+    """A cluster of engines, one on each of `count` JAX devices. tokenizer: None if outputs need no
+    text. Raises ValueError if there are fewer devices."""
     devices = jax.devices()[:count]
     if len(devices) < count:
         raise ValueError(f"{count} engines need as many devices: JAX sees {len(devices)}")
@@ -72,7 +72,7 @@ def threads(
 
 
 def warm_engine(config: EngineConfig, values: dict[str, Any]) -> Engine:
-    """What a Ray actor makes. values: of flags, as `load_engine` takes them."""
+    """The engine of a Ray actor. values: keyword arguments of `load_engine`."""
     engine = load_engine(config, **values)
     engine.warm_up(progress=False)
     return engine
@@ -82,8 +82,8 @@ def ray_actors(
     flags: ModelFlags, model: ModelConfig, config: EngineConfig, count: int, tokenizer=None,
     rebalance_s: float = 10.0,
 ) -> LiveCluster:  # fmt: skip
-    """Engines in Ray actors, each with a GPU if the Ray cluster has any. Raises ImportError, naming
-    the extra, where Ray is not installed."""
+    """A cluster of engines in Ray actors, each with a GPU if the Ray cluster has any. Raises
+    ImportError, naming the extra, if Ray is not installed."""
     ray = import_ray()
     ray.init(include_dashboard=False, log_to_driver=False)
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0

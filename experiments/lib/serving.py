@@ -1,4 +1,4 @@
-"""Serving that a signal or a failure may cut short. What was served is written anyway."""
+"""Serving that a signal or a failure may cut short. Results up to then are still written."""
 
 import sys
 import traceback
@@ -16,11 +16,13 @@ def serve_and_write(
     write: Callable[[str | None], tuple[str, list[OSError]]],
     files: str,
 ) -> int:
-    """Serve, until the end or the first signal or failure, then write and tell what was served; the
+    """Serve until the end, or the first signal or failure; then write and print the results; the
     exit status.
 
-    serve: gets what says whether to stop. write: gets what has cut it short, None if nothing has;
-    returns what to print, and what could not be written. files: where and what they are, in words.
+    serve: gets a function that returns whether to stop.
+    write: gets the cause of an interruption, or None; returns the text to print, and the errors of
+        files that could not be written.
+    files: message that names the written files.
     """
     error: Exception | None = None
     with Stop() as stop:
@@ -30,7 +32,7 @@ def serve_and_write(
             error = None if stop.requested() else raised
         except Exception as raised:
             error = raised
-        except KeyboardInterrupt:  # the second signal: what was served is written all the same
+        except KeyboardInterrupt:  # the second signal: results are still written
             pass
         cause = f"{type(error).__name__}: {error}" if error else stop.cause
         text, failures = write(cause)
@@ -40,7 +42,7 @@ def serve_and_write(
         if not failures:
             print(files)
     if error:
-        if isinstance(error, OSError):  # a full disk is no fault of the program
+        if isinstance(error, OSError):  # a full disk is not a bug, so no traceback
             cause = told(error)
         elif isinstance(error, Refused):
             cause = str(error)
@@ -54,8 +56,12 @@ def serve_and_write(
 def missing(
     cause: str | None, requests: int, reasons: Collection[str | None]
 ) -> dict[str, Any] | None:
-    """What an interrupt or a failure, if there was a cause, left out, for report.json; None if
-    every request has ended. reasons: why requests ended, of those that had arrived."""
+    """The requests that an interruption left unserved, for report.json; None if there was no cause,
+    or every request has ended.
+
+    requests: number of all requests.
+    reasons: finish reasons of the requests that had arrived.
+    """
     ended = sum(reason in COMPLETE for reason in reasons)
     if cause is None or ended == requests:
         return None
@@ -69,7 +75,7 @@ def missing(
 
 
 def partial_line(partial: Mapping[str, Any] | None) -> str:
-    """What a table adds of what is missing."""
+    """The line on missing requests below a table; empty if none are missing."""
     if not partial:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Files that ship with the project, by the names that README gives them, from any folder."""
+"""Files that ship with the project, found by their README names from any folder."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ FOLDERS = ("configs/", "models/bundled", "models/judge")
 
 
 def found(text: str) -> str:
-    """Resolve a path, or KIND:PATH as workloads are named. A name of the project's files that the
-    current folder lacks becomes a path in the project."""
+    """Resolve PATH, or KIND:PATH as in the names of workloads. A path in FOLDERS that the current
+    folder lacks, and the project has, becomes a path in the project."""
     kind, colon, path = text.rpartition(":")
     shipped = path.startswith(FOLDERS) and not Path(path).exists() and (ROOT / path).exists()
     return f"{kind}{colon}{ROOT / path}" if shipped else text

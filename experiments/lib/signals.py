@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM, which end a program in good order."""
+"""Graceful exit on SIGINT (Ctrl-C) and SIGTERM."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from paged.interrupts import SIGNALS, keep_interrupts
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a program as Ctrl-C does."""
+    """SIGTERM as an exception, handled like Ctrl-C."""
 
 
 SIGNALS[Terminated] = signal.SIGTERM
@@ -20,7 +20,7 @@ SIGNALS[Terminated] = signal.SIGTERM
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM end the program with a line and their exit statuses."""
+    """A context in which SIGINT and SIGTERM print 'interrupted' and exit with 130 or 143."""
     keep_interrupts()
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -36,8 +36,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 class Stop:
-    """Within its `with`, the first SIGINT or SIGTERM is only noted: whoever works asks `requested`
-    now and then, and ends in good order. The next one interrupts as ever."""
+    """A context in which the first SIGINT or SIGTERM only sets `signal`: the work polls `requested`
+    and ends in good order. The next signal interrupts as usual."""
 
     def __init__(self):
         self.signal: signal.Signals | None = None
@@ -55,7 +55,8 @@ class Stop:
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number)
         self.__exit__()
-        # Not by print, which may be what was interrupted. Ctrl-C may have ended who reads it.
+        # Not by print: the signal may have interrupted one. OSError: Ctrl-C may have ended the
+        # reader of a pipe.
         with suppress(OSError):
             os.write(2, b"\nending in good order; the next signal ends at once\n")
 

@@ -1,4 +1,4 @@
-"""The project's sources that a file rests on."""
+"""The project's sources that a file depends on."""
 
 import ast
 import functools
@@ -12,17 +12,17 @@ DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def sources_hash(file: str | Path) -> str:
-    """SHA-256, in hex, of a Python file and of the project's modules that it imports, directly or
-    through others."""
+    """SHA-256, in hex, of the code of a Python file and of all project modules that it imports,
+    directly or transitively."""
     return code_hash(_closure(Path(file).resolve()))
 
 
 def code_hash(files: Iterable[Path]) -> str:
-    """SHA-256, in hex, of the code of Python files: comments and docstrings do not count."""
+    """SHA-256, in hex, of the code of Python files, without comments and docstrings."""
     return _hash(tuple((file, _state(file)) for file in sorted(files)))
 
 
-# Each row of a study asks, and parsing takes seconds: once for each state of a file.
+# Each row of a study needs the hash, and parsing takes seconds: results are cached by file state.
 
 
 def _state(file: Path) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def _names(file: Path) -> Iterator[str]:
 
 
 def _files(parts: list[str]) -> Iterator[Path]:
-    """Of a module, and of the packages that it is in; nothing if it is none of the project's."""
+    """The files of a module and of its packages; none for a module outside the project."""
     for end in range(1, len(parts) + 1):
         path = ROOT.joinpath(*parts[:end])
         yield from (p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file())

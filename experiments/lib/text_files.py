@@ -1,7 +1,7 @@
-"""How every text file is read: as UTF-8, in lines that end at \\n alone, as JSON or CSV.
+"""Readers of all text files: UTF-8, with lines that end at \\n or \\r\\n alone, as JSON or CSV.
 
-All raise ValueError that begins with "FILE:LINE: ", or with "FILE: " for a file that cannot be
-opened.
+All raise ValueError with a message that begins with "FILE:LINE: ", or with "FILE: " for a file that
+cannot be opened.
 """
 
 import csv
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WHITESPACE = re.compile(r"[ \t\r\n]*")  # as JSON has it
+WHITESPACE = re.compile(r"[ \t\r\n]*")  # JSON's whitespace
 
 
 def read_text(path: str | Path) -> str:
@@ -36,8 +36,8 @@ def read_text(path: str | Path) -> str:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a file: they end at \\n or \\r\\n, and at nothing else that Unicode calls a line
-    break, for texts may hold those."""
+    """The lines of a file. They end at \\n or \\r\\n, but not at Unicode's other line breaks, which
+    texts may contain."""
     lines = read_text(path).split("\n")
     if not lines[-1]:
         lines.pop()
@@ -45,7 +45,7 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def parse_json_line(text: str, path: str | Path, line: int) -> Any:
-    """The JSON value that line `line` of the file holds."""
+    """The JSON value of `text`, which is line `line` of the file."""
     value, end = _decode(text, 0, path, line)
     if end != len(text):
         raise ValueError(f"{path}:{line}: not JSON (more than one value: column {end + 1})")
@@ -53,7 +53,7 @@ def parse_json_line(text: str, path: str | Path, line: int) -> Any:
 
 
 def read_json_list(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """(where, value) of each entry of a file that is one JSON list."""
+    """("FILE:LINE, entry N", value) of each entry of a file that is one JSON list."""
     text = read_text(path)
     end = _skip(text, 0)
     if not text.startswith("[", end):
@@ -80,12 +80,13 @@ def read_json_list(path: str | Path) -> Iterator[tuple[str, Any]]:
 def read_csv(
     path: str | Path, *allowed: tuple[str, ...]
 ) -> Iterator[tuple[str, tuple[str, ...], dict[str, str]]]:
-    """(where, columns, row) of each row below the header.
+    """("FILE:LINE", columns, row) of each row below the header.
 
-    allowed: the columns that the file must have, or others in their place; it may have more.
+    allowed: alternative sets of columns. The file must have all columns of one set, the first of
+        which is returned as `columns`; it may have more columns.
     """
     reader = csv.DictReader(io.StringIO(read_text(path), newline="\n"), strict=True)
-    line = 1  # in which the next row begins
+    line = 1  # where the next row begins
     try:
         header = list(reader.fieldnames or [])
         columns = next((c for c in allowed if set(c) <= set(header)), None)
@@ -104,17 +105,17 @@ def read_csv(
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short, however long or deep it is."""
+    """A value as short text for a message, however long or deep the value is."""
     return reprlib.repr(value)
 
 
 def _decode(text: str, start: int, path: str | Path, line: int, label: str = "") -> tuple[Any, int]:
-    """The JSON value at `start`, and where the whitespace after it ends."""
+    """The JSON value at `start`, and the end of the whitespace after it."""
     where = f"{path}:{line}{label}"
     start = _skip(text, start)
     try:
         value, end = DECODER.raw_decode(text, start)
-        # JSON may name half a surrogate pair, which is no character.
+        # A JSON escape may be half a surrogate pair, which is no character.
         if "\\u" in text[start:end]:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -132,7 +133,7 @@ def _decode(text: str, start: int, path: str | Path, line: int, label: str = "")
 
 
 def _skip(text: str, start: int) -> int:
-    """Where the whitespace at `start` ends."""
+    """The end of the whitespace at `start`."""
     return WHITESPACE.match(text, start).end()  # type: ignore[union-attr]
 
 
@@ -143,7 +144,7 @@ def _number(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    _number(text)  # or converting it to a float would fail, wherever that is done
+    _number(text)  # refuse integers here that could not be converted to float later
     return int(text)
 
 

@@ -18,9 +18,13 @@ def flag[T](
     default: T, help: str, *, least: float | None = None, above: float | None = None,
     most: float | None = None, choices: Any = None, path: bool = False, none: bool = False,
 ) -> T:  # fmt: skip
-    """A field of `Flags`. least, above, most: bounds of a number, or of each number of a tuple.
-    choices: the values allowed. path: an input file or folder, the project's own by name. none:
-    whether a tuple may be empty that is not by default."""
+    """A field of `Flags`.
+
+    least, above, most: bounds of a number, or of each number of a tuple.
+    choices: the values allowed.
+    path: an input file or folder; files that ship with the project are found from any folder.
+    none: whether a tuple with a non-empty default may be empty.
+    """
     bounds = {
         "least": least, "above": above, "most": most, "choices": choices, "path": path,
         "none": none,
@@ -32,28 +36,30 @@ def flag[T](
 
 
 def arguments(help: str) -> tuple[str, ...]:
-    """A field of `Flags`: what the command line has beside flags."""
+    """A field of `Flags`: the arguments of the command line that are not flags."""
     return dataclasses.field(default=(), metadata={"help": help, "arguments": True})
 
 
 def part[T](default: T, leave_out: Collection[str] = ()) -> T:
-    """A field of `Flags` that is a dataclass. leave_out: its fields that are no flags."""
+    """A field of `Flags` that is a dataclass. leave_out: fields of it that get no flag."""
     return dataclasses.field(default=default, metadata={"leave_out": leave_out})
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Base of a program's flags. Fields are bool, int, float, str or a tuple of numbers or texts,
-    made by `flag` or `described`; `arguments`; or a dataclass of such fields, each of which is a
-    flag. A subclass that checks more does so in its own `__post_init__`.
+    """Base of a program's flags. A field is
 
-    Raises ValueError for a value that a field does not allow.
+    - a bool, int, float, str or tuple of numbers or texts, made by `flag` or `described`;
+    - `arguments`; or
+    - a dataclass of such fields, each of which becomes a flag (`part`).
+
+    A subclass adds checks in its own `__post_init__`. Raises ValueError for an invalid value.
     """
 
     @classmethod
     def begin(cls, values: Mapping[str, Any]) -> None:
-        """Called with all values by name, before an EngineConfig is made of them, which counts
-        JAX's devices. Raises ValueError."""
+        """Called with all values by name before the EngineConfig is made. EngineConfig counts JAX's
+        devices, so this is where their number can be set. Raises ValueError for invalid values."""
 
     def __post_init__(self):
         make_plain(self)
@@ -92,7 +98,7 @@ def flat(flags: Flags) -> dict[str, Any]:
 
 
 def _allowed(metadata: Any, value: Any) -> str | None:
-    """In words, what is allowed, if the value is not."""
+    """The allowed values in words, if the value is not allowed; else None."""
     tests = {
         "least": ("at least", lambda bound: value >= bound),
         "above": ("above", lambda bound: value > bound),
@@ -108,7 +114,7 @@ def _allowed(metadata: Any, value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class ModelFlags(Flags):
-    """What `engines.load_engine` takes by name."""
+    """Keyword arguments of `engines.load_engine`, without the executor."""
 
     model: str = flag(
         "bundled",
@@ -134,14 +140,14 @@ class ModelFlags(Flags):
 
 @dataclass(frozen=True)
 class ExecutorFlags(ModelFlags):
-    """The same with a simulated device to choose."""
+    """ModelFlags with a choice of the executor."""
 
     executor: str = flag("device", "what runs the steps", choices=EXECUTORS)
 
 
 @dataclass(frozen=True)
 class Output(Flags):
-    """Where a program writes; an instance has the default. Empty: nowhere."""
+    """The output folder of a program. A program's default is an instance; empty: no files."""
 
     output_dir: str = flag("", "folder of all that is written")
     overwrite: bool = flag(

@@ -1,4 +1,4 @@
-"""Serve random requests for a long time, and check at every step that nothing is lost.
+"""Serve random requests for a long time, and check the engine at every step.
 
 python -m experiments.soak --minutes=30
 python -m experiments.soak --policy=lserve --preemption_mode=swap \\
@@ -8,22 +8,26 @@ python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefil
     --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=28 \\
     --diffkv_window=16
 
-Requests of all kinds come at random, for one sequence, for several samples, and beam searches; they
-are aborted in any state, stream, share and pin prefixes and stop at strings, in a KV cache so small
-that they preempt each other (--preemption_mode: and are recomputed or swapped); bad ones are
-refused, and Ctrl-C comes in the middle of some calls (--interrupts). They may name --adapters, more
-than there are --adapter_slots. Every --drain_every steps all of them end, and the engine must be as
-it was at first.
+Random requests arrive: single sequences, parallel samples and beam searches. They stream, stop at
+strings, share and pin prefixes, and are aborted in any state. The KV cache is so small that they
+preempt each other (--preemption_mode: by recompute or swap). Invalid requests must be refused, and
+Ctrl-C interrupts some calls (--interrupts). Requests may use --adapters, more than --adapter_slots.
+Every --drain_every steps all requests end, and the engine must be in its initial state.
 
-Checked: each request gets one final output, whose sequences' tokens, texts and reasons fit the
-request; --check_share of them equal the run of the request alone; whoever came first always
-advances; every block, on the device and in the host's memory, has the references that tables, pins
-and swapped groups explain, and every slot its sequence; refused requests leave no trace; memory
-does not grow; and what the flags name has happened: preemptions, hits in the prefix cache, evicted
-adapters, pages that were selected, windows that moved on, tokens that were demoted and dropped.
+Checks:
 
-All decisions are a function of --seed, the step's number and the engine's state: --steps repeats a
-run that has no interrupts. Writes to --output_dir: report.json, summary.json, samples.csv and
+- each request gets one final output; tokens, texts and finish reasons fit the request;
+- --check_share of the outputs equal the output of the request served alone;
+- the oldest request always advances;
+- every block, on the device and in host memory, has exactly the references of block tables, pins
+  and swapped sequence groups; every slot has its sequence;
+- refused requests leave no trace;
+- memory does not grow;
+- every mechanism that the flags enable has occurred: preemption, prefix cache hit, adapter
+  eviction, page selection, move of a streaming window, demotion and dropping of tokens.
+
+All decisions depend on --seed, the number of the step and the engine's state alone: --steps repeats
+a run without interrupts. Writes to --output_dir: report.json, summary.json, samples.csv and
 soak.png. Ends with an error that names the first violation, its step and the seed.
 """
 
@@ -58,10 +62,10 @@ from paged.config import EngineConfig
 from paged.kv_cache.dense import DenseHost
 
 SAMPLE_EVERY = 50  # steps
-HUNG_S = 600.0  # between two samples
+HUNG_S = 600.0  # longest time between two samples; then the program dumps its stacks and exits
 SETTLED = 0.25  # share of the run after which memory must not grow
-SLOPE_MINUTES = 5.0  # below which a slope by the hour says nothing
-# A cache that all but never holds what is asked for.
+SLOPE_MINUTES = 5.0  # shortest run with a meaningful memory slope
+# A KV cache so small that it rarely holds all requests.
 ENGINE_DEFAULTS = EngineConfig(
     max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, max_prefills_per_step=4,
     kv_cache_tokens=448, prefix_caching=True,
@@ -91,9 +95,14 @@ class SoakFlags(ModelFlags):
 
 @dataclass(frozen=True)
 class Sample:
-    """The state after a step. rss_mib is None where the system does not tell; live_arrays: of JAX;
-    blocks_idle: free, and kept for their content; blocks_swapped: in the host's memory; at_rest:
-    whether nothing was unfinished."""
+    """The state after a step.
+
+    rss_mib: resident memory in MiB; None if unknown.
+    live_arrays: number of live JAX arrays.
+    blocks_idle: free blocks that still hold a cached prefix.
+    blocks_swapped: blocks in host memory.
+    at_rest: whether no request was unfinished.
+    """
 
     step: int
     minutes: float
@@ -122,7 +131,7 @@ def sample(users: Users, step: int, minutes: float, at_rest: bool = False) -> Sa
 
 
 def rss_mib() -> float | None:
-    """Resident memory of this process, or None where there is no /proc."""
+    """Resident memory of this process in MiB; None without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -140,10 +149,9 @@ def run(
     progress: bool = True,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Sample], int, Exception | None]:
-    """Let `users` act for so many steps, or minutes where steps is 0, or until something is wrong
-    or `stop_requested`.
+    """Let `users` act for `steps` steps (0: for `minutes`), or until an error or `stop_requested`.
 
-    Returns samples, the number of steps, and the violation, or whatever the engine raised.
+    Returns (samples, number of steps, the error or None): a Violation, or the engine's exception.
     """
     began, samples, step = time.monotonic(), [], 0
     total = steps or 60 * minutes
@@ -168,11 +176,11 @@ def run(
             if drains or step % SAMPLE_EVERY == 0:
                 samples.append(sample(users, step, minutes_now(), at_rest=drains))
                 faulthandler.dump_traceback_later(HUNG_S, exit=True)
-                # tqdm forgets the total once it is exceeded.
+                # tqdm drops the total once n exceeds it.
                 bar.n = min(total, step if steps else 60 * samples[-1].minutes)
                 bar.set_postfix_str(f"step {step}, {users.counts['requests']} requests")
         stopped = stop_requested()
-        if not stopped:  # nobody would wait for all requests to end
+        if not stopped:  # after a signal, do not wait for all requests to end
             users.drain()
         samples.append(sample(users, step, minutes_now(), at_rest=not stopped))
     except Exception as error:
@@ -184,9 +192,12 @@ def run(
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of memory, once settled: resident MiB at the beginning and the end, their least-squares
-    slope in MiB an hour if that is `SLOPE_MINUTES` or more; and JAX arrays alive with nothing
-    unfinished, gained since."""
+    """Memory growth over the samples after the share SETTLED.
+
+    live_arrays_growth: JAX arrays gained between the first and the last sample at rest.
+    rss_first_mib, rss_last_mib: resident memory in the first and the last sample.
+    rss_slope_mib_per_hour: least-squares slope, if the samples span `SLOPE_MINUTES` or more.
+    """
     samples = samples[int(SETTLED * len(samples)) :]
     rest = [s.live_arrays for s in samples if s.at_rest]
     numbers: dict[str, float] = {"live_arrays_growth": rest[-1] - rest[0]} if rest else {}
@@ -200,7 +211,8 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def check_growth(numbers: dict[str, float], max_rss_growth_mib: float) -> Violation | None:
-    """JAX arrays must not become more, nor resident memory by more than that."""
+    """A violation if there are more JAX arrays, or if resident memory grew by more than
+    `max_rss_growth_mib`."""
     if numbers.get("live_arrays_growth", 0) > 0:
         return Violation("memory_growth", f"{numbers['live_arrays_growth']:.0f} more JAX arrays")
     grown = numbers.get("rss_last_mib", 0) - numbers.get("rss_first_mib", 0)
@@ -210,7 +222,7 @@ def check_growth(numbers: dict[str, float], max_rss_growth_mib: float) -> Violat
 
 
 def summary(users: Users, samples: Sequence[Sample], steps: int, error: Exception | None) -> dict:
-    """Flat numbers: what was done, what was wrong (no more than one thing, the first)."""
+    """Flat numbers: counts of the run, and 1 for the kind of its first violation, 0 for others."""
     kind = "raised" if error and not isinstance(error, Violation) else getattr(error, "kind", "")
     return {
         "steps": steps,
@@ -249,7 +261,7 @@ def plot(samples: Sequence[Sample], path: Path, title: str, footer: str) -> None
 
 
 def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, facts: dict) -> None:
-    """All files of a run."""
+    """Write all files of a run."""
     environment = run_record.describe_environment()
     run_record.write_csv(output_dir, "samples.csv", samples)
     run_record.write_json(output_dir, "report.json", facts | {"measured": numbers} | environment)
@@ -279,7 +291,7 @@ def main(flags: SoakFlags, output: Output) -> int:
             stop_requested=stop.requested,
         )
         partial = stop.cause
-        if not partial:  # a run that was cut short may not have settled
+        if not partial:  # memory of an interrupted run may not have settled
             wrong = wrong or check_growth(growth(samples), flags.max_rss_growth_mib)
             wrong = wrong or check_mechanisms(named, users.counts)
         finish(users, samples, steps, wrong, partial, flags, output.folder)
@@ -295,8 +307,8 @@ def finish(
     flags: SoakFlags,
     folder: Path,
 ) -> None:
-    """Write and tell what came of it; partial: the signal that cut the run short. A violation ends
-    the program."""
+    """Write and print the results. Exits with an error if `wrong` is not None. partial: name of the
+    signal that interrupted the run."""
     numbers = summary(users, samples, steps, wrong) | {"partial": int(bool(partial))}
     facts = {
         "experiment": "soak",

@@ -1,4 +1,4 @@
-"""What must hold of an engine's outputs and of its books, whatever its users do.
+"""Invariants of an engine's outputs and internal state under any sequence of calls.
 
 Used by experiments/soak/__main__.py.
 """
@@ -22,7 +22,7 @@ KINDS = (
 
 
 class Violation(Exception):
-    """A promise that the engine, or the soak itself, did not keep; kind: one of KINDS."""
+    """A violated invariant of the engine, or of the soak itself. kind: one of KINDS."""
 
     def __init__(self, kind: str, message: str):
         assert kind in KINDS, kind
@@ -32,12 +32,12 @@ class Violation(Exception):
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Something that a soak's flags name.
+    """A mechanism of the engine that a soak's flags enable, and that must occur in the soak.
 
     count: its name in `Users.counts`.
-    never: the complaint if the count stays 0, before ' happened'.
-    flags: the flags that make it happen.
-    possible: whether it can happen at all.
+    never: the error message if the count stays 0, up to ' happened'.
+    flags: changes of flags that make it occur, in words.
+    possible: whether it can occur at all.
     """
 
     count: str
@@ -48,8 +48,11 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a soak asks of engines of one policy. named: the mechanisms that their options name.
-    seen: counts of their traces."""
+    """A policy's part of the soak.
+
+    named: engine -> the mechanisms that the policy's options enable.
+    seen: engine -> counts of their occurrences, by `Mechanism.count`.
+    """
 
     named: Callable[[Any], list[Mechanism]]
     seen: Callable[[Any], dict[str, int]]
@@ -57,9 +60,14 @@ class Soaked:
 
 @dataclass
 class Asked:
-    """A request whose final output has not come. alone: whether that will be compared with a run
-    of the request by itself; seen: the tokens of each sequence that it has shown; interrupted:
-    whether Ctrl-C came meanwhile, which may have ended it."""
+    """A request without a final output so far.
+
+    how: its sampling parameters.
+    alone: whether its final output is compared with the request served alone.
+    seen: tokens of each sequence in its latest output.
+    aborted: whether it was aborted.
+    interrupted: whether Ctrl-C came since it was added, which may have ended it.
+    """
 
     prompt: list[int]
     how: SamplingParams
@@ -71,7 +79,7 @@ class Asked:
 
 
 def takes_back(output: RequestOutput, asked: Asked) -> bool:
-    """Whether an output lacks tokens that an earlier one of the request has shown."""
+    """Whether an output lacks tokens of the request's previous output."""
     ranked = output.finished and asked.how.ranks
     for i, sequence in enumerate(output.sequences):
         shown = asked.seen if ranked else asked.seen[i : i + 1]
@@ -81,10 +89,10 @@ def takes_back(output: RequestOutput, asked: Asked) -> bool:
 
 
 def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | None:
-    """Why a final output cannot be that of the request, or None."""
+    """The reason why a final output does not fit its request; None if it fits."""
     how, sequences = asked.how, output.sequences
     reasons = [sequence.finish_reason for sequence in sequences]
-    # Those that were cut short may not be among the best.
+    # Of ranked samples, the aborted ones may not be among the best, which are returned.
     aborts = "abort" in reasons
     if not asked.interrupted and not aborts <= asked.aborted <= aborts + how.ranks:
         return f"aborted is {asked.aborted}, and the reasons {reasons}"
@@ -118,7 +126,7 @@ def _what_is_wrong_with(sequence: SequenceOutput, asked: Asked, engine: Engine) 
     if reason == "stop" and last in how.stop_token_ids:
         expected = decode(engine.tokenizer, tokens[:-1])
     elif reason in ("stop", "abort", "error"):
-        # A string cuts the text; of an aborted request it may lag behind its tokens.
+        # A stop string cuts the text; the text of an aborted request may lag behind its tokens.
         expected = sequence.text
     if sequence.text != expected or not text.startswith(sequence.text):
         return f"its text is {sequence.text!r}, its tokens say {text!r}"
@@ -144,7 +152,7 @@ def _what_is_wrong_with(sequence: SequenceOutput, asked: Asked, engine: Engine) 
 
 
 def holdings(engine: Engine) -> dict[str, int]:
-    """How many things an engine holds in each of its containers; its records are not among them."""
+    """Number of items in each of an engine's containers, without its records."""
     owners = engine, engine.requests, engine.scheduler, engine.scheduler.slots
     return {
         f"{type(owner).__name__}.{name}": len(value)
@@ -155,7 +163,8 @@ def holdings(engine: Engine) -> dict[str, int]:
 
 
 def check_memory(engine: Engine) -> None:
-    """Each unit of the policy's pools is free or has the owners that are counted."""
+    """Raise Violation unless each unit of the policy's pools is free, or its reference count equals
+    its owners."""
     try:
         engine.host_policy.check()
     except AssertionError as error:
@@ -163,8 +172,8 @@ def check_memory(engine: Engine) -> None:
 
 
 def check_slots(engine: Engine) -> None:
-    """The slots are in order, and those of the sequences that run are all that are taken; so are
-    those of adapters."""
+    """Raise Violation unless slots are consistent, and the taken slots equal the slots of running
+    sequences; and likewise for adapter slots and their pins."""
     scheduler, slots, store = engine.scheduler, engine.scheduler.slots, engine.loop.adapter_store
     try:
         slots.check()

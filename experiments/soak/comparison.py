@@ -1,4 +1,4 @@
-"""Whether an output is what its request gives alone, or differs from that by a near tie only.
+"""Comparison of an output with the output of its request served alone, up to near ties.
 
 Used by experiments/soak/__main__.py.
 """
@@ -22,11 +22,14 @@ LOGPROB_TOLERANCE = 1e-3
 def compare(
     output: RequestOutput, asked: Asked, reference: Engine, tolerance: float = LOGPROB_TOLERANCE
 ) -> tuple[str | None, int]:
-    """What an output has otherwise than the request alone, and how many near ties explain.
+    """(difference from the request served alone, or None; number of near ties).
 
-    reference: the engine that serves the request alone. tolerance: of log-probabilities; leads that
-    are smaller in its proportion are near ties. A sequence that was aborted must be the beginning
-    of what it would have been; a beam search must not have been.
+    reference: the engine that serves the request alone.
+    tolerance: largest difference of log-probabilities. The lead below which two choices are a near
+        tie is proportional to it.
+
+    An aborted sequence must be a prefix of the sequence alone. `asked` must not be an aborted beam
+    search.
     """
     compared = _compare_beams if asked.how.is_beam_search else _compare_samples
     return compared(output, asked, reference, tolerance)
@@ -39,7 +42,7 @@ def _near_tie(tolerance: float) -> float:
 def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tolerance: float):
     how = asked.how
     if how.ranks:
-        # All of them in the order in which they are sampled, and what they are ranked by.
+        # All samples, in order of sampling, with the log-probabilities that rank them.
         how = replace(how, n=how.num_sequences, logprobs=how.logprobs or 0)
     alone = reference.generate([asked.prompt], how, [asked.adapter])[0]
     if not _close(output.prompt_logprobs, alone.prompt_logprobs, tolerance):
@@ -60,7 +63,7 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tol
         if not differs or not tied(how, i, asked.adapter, _near_tie(tolerance)):
             return _otherwise(output, alone), 0
         near_ties += 1
-    # Those left out must not be better than those returned.
+    # Samples that were not returned must not be better than the returned ones.
     if asked.how.ranks and not asked.aborted and not near_ties:
         worst = output.sequences[-1].score or 0.0
         best = max(_sum_of_logprobs(s) - tolerance * max(1, len(s.tokens)) for s in left.values())
@@ -70,12 +73,13 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tol
 
 
 def _longest_first(sequences: Sequence[SequenceOutput]) -> list[tuple[int, SequenceOutput]]:
-    """With their places. One that was cut short may be the beginning of another."""
+    """(index, sequence), longest first: an aborted sequence may be a prefix of several samples, so
+    longer sequences are matched before it."""
     return sorted(enumerate(sequences), key=lambda item: -len(item[1].tokens))
 
 
 def _is_same(ours: SequenceOutput, theirs: SequenceOutput, tolerance: float) -> bool:
-    """Whether they are equal, or if ours was cut short it is the beginning."""
+    """Whether the sequences are equal, or ours was cut short and is a prefix of theirs."""
     n, aborted = len(ours.tokens), ours.finish_reason in ("abort", "error")
     if ours.tokens != theirs.tokens[:n] or not (aborted or n == len(theirs.tokens)):
         return False
@@ -117,8 +121,8 @@ def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine, toler
     gaps = [abs((a.score or 0) - (b.score or 0)) for a, b in zip(output.sequences, alone.sequences)]
     if not _close(output.prompt_logprobs, alone.prompt_logprobs, tolerance):
         return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
-    # A score is a sum of log-probabilities over the length to the power of the penalty, and what a
-    # larger tolerance allows more grows as it does.
+    # A score is a sum of log-probabilities divided by length ** length_penalty. A tolerance above
+    # the default is scaled by the same factor.
     powers = [max(1, len(a.tokens)) ** -asked.how.length_penalty for a in output.sequences]
     more = (tolerance - LOGPROB_TOLERANCE) * max(1.0, *powers)
     if ours == theirs and max(gaps) < LOGPROB_TOLERANCE + more:
@@ -130,8 +134,8 @@ def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine, toler
 
 
 def smallest_lead(steps: Sequence[dict], asked: Asked, engine: Engine) -> float:
-    """By how much the closest decision of a beam search was taken: who lives on, who ends, and
-    the order of the outputs; natural log-probabilities, or scores.
+    """The smallest margin of a beam search's decisions: which beams continue, which end, and the
+    order of the outputs; a difference of natural log-probabilities or scores.
 
     steps: the search's events 'beams', in order.
     """

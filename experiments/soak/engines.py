@@ -1,4 +1,4 @@
-"""The engine that users soak, and its reference.
+"""The engine under soak, and its reference engine.
 
 Used by experiments/soak/__main__.py.
 """
@@ -14,7 +14,8 @@ from paged.requests.adapter import Adapter
 
 
 def reference_config(config: EngineConfig) -> EngineConfig:
-    """One request at a time, in ample memory, with nothing shared and nothing ahead."""
+    """The configuration for one request at a time: ample memory, no prefix caching, no running
+    ahead."""
     most, longest = min(MOST_SEQUENCES, config.max_num_seqs), config.max_model_len
     return replace(
         config, max_num_seqs=most, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
@@ -26,10 +27,12 @@ def make_users(
     config: EngineConfig, seed: int, check_share: float, interrupts: float, tolerance: float,
     served: Sequence[Adapter] = (), **model: Any,
 ) -> Users:  # fmt: skip
-    """Users of an engine that is not warmed up yet. served: the adapters that they name. model:
-    what `load_engine` takes by name.
+    """Users of an engine that is not warmed up yet.
 
-    Raises ValueError for what cannot be.
+    served: the adapters of requests.
+    model: keyword arguments of `load_engine`.
+
+    Raises ValueError for an invalid configuration.
     """
     engine = load_engine(config, **model)
     reference = load_engine(reference_config(config), **model)
@@ -40,7 +43,7 @@ def make_users(
 
 
 def warm_up(users: Users) -> None:
-    """Compile both engines' programs, the reference's first: compilations are counted for the whole
-    process."""
+    """Compile both engines' programs. The reference's come first, because compilations are counted
+    for the whole process."""
     users.reference.warm_up()
     users.engine.warm_up()

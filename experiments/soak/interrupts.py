@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of an engine's calls, by a timer's signal.
+"""Simulated Ctrl-C in the middle of an engine's calls, by a timer's signal.
 
 Used by experiments/soak/__main__.py.
 """
@@ -10,24 +10,24 @@ from contextlib import contextmanager
 
 from paged.engine import Engine
 
-SHORTEST, LONGEST = -4.5, -1.5  # powers of ten, seconds
+SHORTEST, LONGEST = -4.5, -1.5  # log10 of the seconds until the signal
 AGAIN_S = 1e-3
 
 
 class Interruption(KeyboardInterrupt):
-    """One of ours, which whoever is at the keyboard has not asked for."""
+    """A simulated Ctrl-C, as opposed to one of the keyboard."""
 
 
 class Interrupts:
-    """Disturbs a share of what it is `around`, while `engine` is in a call: what its users have in
-    hand is not the engine's to keep."""
+    """Interrupts a share of the operations within `around`, only while `engine` is in a call:
+    outputs that the engine has already returned must not be lost."""
 
     def __init__(self, engine: Engine, share: float):
         self._engine, self.share, self._armed = engine, share, False
 
     @contextmanager
     def around(self, rng: random.Random) -> Iterator[None]:
-        """May raise Interruption within; only in the main thread."""
+        """A context in which Interruption may be raised. Only for the main thread."""
         if not self.share or rng.random() >= self.share:
             yield
             return

@@ -1,4 +1,4 @@
-"""Whether what a soak's flags name has happened: without a selected page a selection is not soaked.
+"""Checks that every mechanism enabled by a soak's flags has occurred, such as a page selection.
 
 Used by experiments/soak/__main__.py.
 """
@@ -11,9 +11,9 @@ from experiments.soak.users import Users
 
 
 def named_mechanisms(users: Users) -> list[Mechanism]:
-    """The mechanisms that the flags of the engine and of its users name.
+    """The mechanisms that the flags of the engine and of its users enable.
 
-    Raises ValueError for one that cannot happen.
+    Raises ValueError for one that cannot occur.
     """
     found = [*_of_users(users), *_of_engine(users)]
     if of_policy := SOAKED.get(users.engine.config.policy):
@@ -25,7 +25,7 @@ def named_mechanisms(users: Users) -> list[Mechanism]:
 
 
 def check_mechanisms(named: Iterable[Mechanism], counts: dict[str, int]) -> Violation | None:
-    """The first of the named mechanisms that has not happened."""
+    """A violation for the first mechanism that has not occurred; None if all have."""
     for each in named:
         if not counts[each.count]:
             return Violation("unexercised", f"{each.never} happened: needs {each.flags}")
@@ -33,7 +33,7 @@ def check_mechanisms(named: Iterable[Mechanism], counts: dict[str, int]) -> Viol
 
 
 def observe(users: Users) -> None:
-    """Count the traces of a policy's mechanisms on the device, between two steps."""
+    """Count occurrences of the policy's mechanisms in the device's state, between two steps."""
     if of_policy := SOAKED.get(users.engine.config.policy):
         users.counts.update(of_policy.seen(users.engine))
 

@@ -1,6 +1,6 @@
-"""What users do to an engine, each with a probability in every step: OPERATIONS.
+"""The operations of users on an engine, each with its probability in every step: OPERATIONS.
 
-Used by experiments/soak/__main__.py. What an engine learns to do is one more line of the table.
+Used by experiments/soak/__main__.py. A new feature of the engine needs one more entry.
 """
 
 import random
@@ -15,7 +15,7 @@ from paged.requests.stopping import decode
 
 
 def submit(users: Users, rng: random.Random) -> None:
-    """A request: as tokens or as text, streaming or not, under one of two salts."""
+    """Add a request: as tokens or text, streaming or not, with one of two cache salts."""
     if not users.has_room:
         return
     prompt, how = users.request(rng)
@@ -39,21 +39,21 @@ def burst(users: Users, rng: random.Random) -> None:
 
 
 def abort(users: Users, rng: random.Random) -> None:
-    """End a request in whatever state it is; a stream of it says so when it is pulled next."""
+    """Abort a request in any state. If it streams, the next pull returns the aborted output."""
     if not users.asked:
         return
     request_id = rng.choice(list(users.asked))
     try:
         output = users.engine.abort(request_id)
     except ValueError:
-        return  # It has ended; the next step brings its output, or the next pull of its stream.
+        return  # It has ended: the next step, or the next pull of its stream, returns its output.
     users.asked[request_id].aborted = True
     if request_id not in users.streams:
         users.take(output)
 
 
 def open_stream(users: Users, rng: random.Random) -> None:
-    """An iterator over outputs: its steps serve the others as well."""
+    """Start a stream, an iterator over outputs. Its steps serve the other requests, too."""
     if len(users.streams) == NUM_STREAMS or not users.has_room:
         return
     prompt, how = users.request(rng)
@@ -67,7 +67,7 @@ def open_stream(users: Users, rng: random.Random) -> None:
 
 
 def pull_stream(users: Users, rng: random.Random) -> None:
-    """Some outputs of a stream; once it has no more at hand its user drives the engine."""
+    """Pull some outputs of a stream. Without a ready output, the pull runs the engine's steps."""
     request_id = rng.choice([*users.streams, ""])
     for _ in range(rng.randint(1, 8)):
         if request_id in users.streams:
@@ -84,7 +84,7 @@ def close_stream(users: Users, rng: random.Random) -> None:
 
 
 def generate(users: Users, rng: random.Random) -> None:
-    """A call that waits for its requests while the others run on."""
+    """Call `Engine.generate`, which waits for its requests while the others continue."""
     asked = [users.request(rng) for _ in range(rng.randint(1, 3))]
     adapters = [users.adapter(rng) for _ in asked]
     prompts, hows = [prompt for prompt, _ in asked], [how for _, how in asked]
@@ -97,7 +97,7 @@ def generate(users: Users, rng: random.Random) -> None:
 
 
 def refuse(users: Users, rng: random.Random) -> None:
-    """A request that cannot be: a ValueError, and the engine as it was."""
+    """Make an invalid call, which must raise ValueError and leave the engine unchanged."""
     before = holdings(users.engine), _books(users.engine)
     name = rng.choice(list(REFUSED))
     try:
@@ -117,7 +117,7 @@ def _books(engine: Engine) -> tuple[int, ...]:
 
 
 def _add_twice(users: Users) -> None:
-    """A request with the id of another, or if there is none without tokens."""
+    """Add a request with the id of an unfinished one; if there is none, an empty prompt."""
     scheduler = users.engine.scheduler
     other = next(iter([*scheduler.running, *scheduler.waiting]), None)
     users.engine.add_request([5] if other else [], request_id=other.request_id if other else None)
@@ -146,7 +146,7 @@ REFUSED: dict[str, Callable[[Users], Any]] = {
     ),
     "a prefix of nothing to pin": lambda u: u.engine.pin_prefix([]),
 }
-# Name -> probability in each step, and what is done.
+# Name -> (probability in each step, operation).
 OPERATIONS: dict[str, tuple[float, Operation]] = {
     "submit": (0.25, submit),
     "burst": (0.01, burst),

@@ -1,7 +1,7 @@
-"""Random users of an engine, who hold it to its promises: `python -m experiments.soak` runs them.
+"""Random users of an engine, who check its outputs and state: `python -m experiments.soak`.
 
-Whatever users do is drawn from the seed and the number of the step, so a run can be repeated up to
-any of its steps, at any speed.
+Users' actions are drawn from the seed and the number of the step, so that a run can be repeated up
+to any step, at any speed.
 """
 
 import functools
@@ -31,8 +31,8 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.validation import token_limit
 
-# What requests are made of: each parameter is one of these. Output lengths are shares of the
-# longest that is allowed.
+# Requests draw each parameter from these values. Output lengths are shares of a third of
+# max_model_len.
 OUTPUT_SHARES = (0.0, 0.1, 0.4, 1.0, 1.0)
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 0.0, 0.0, 0.7, 1.3),
@@ -49,7 +49,8 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, None, None, 0, 3),
     "prompt_logprobs": (None, None, None, None, 2),
 }
-# Of requests for several sequences, of which some are beam searches; these keep what is BEAMS_TAKE.
+# SEQUENCES: sequences of a request. Half of the requests for several are beam searches, which keep
+# the parameters BEAMS_TAKE.
 MOST_SEQUENCES = 4
 SEQUENCES = (1, 1, 1, 1, 2, 3, MOST_SEQUENCES)
 BEAMS: dict[str, tuple[Any, ...]] = {
@@ -70,12 +71,15 @@ Operation = Callable[["Users", random.Random], None]
 
 
 class Users:
-    """Users of `engine`; `reference` is another engine, with the same model and ample memory, that
-    serves one request at a time.
+    """Random users of `engine`.
 
-    check_share: share of the repeatable requests that are compared with the reference. sampling:
-    what parameters are drawn from. interrupts: share of what they do that Ctrl-C disturbs; the
-    moments are the clock's, so such a run cannot be repeated. tolerance: as in `compare`.
+    reference: an engine with the same model and ample memory that serves one request at a time.
+    check_share: share of the repeatable requests whose outputs are compared with the reference's.
+    sampling: values from which parameters are drawn.
+    interrupts: share of operations that Ctrl-C interrupts. Its moments depend on the clock, so a
+        run with interrupts cannot be repeated.
+    tolerance: as in `compare`.
+
     Raises ValueError if the engine's limits leave no room for requests of every kind.
     """
 
@@ -90,7 +94,7 @@ class Users:
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self.asked: dict[str, Asked] = {}
         self.streams: dict[str, OutputStream] = {}
-        self.digest = 0  # of all that was done and answered
+        self.digest = 0  # CRC-32 of all operations and outputs
         config = engine.config
         self._third = config.max_model_len // 3
         if self._third < 16:
@@ -106,14 +110,14 @@ class Users:
         rng = random.Random(f"{seed} prefixes")
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
         self._at_rest = holdings(engine)
-        self._held = engine.host_policy.used_units()  # with nothing unfinished
+        self._held = engine.host_policy.used_units()  # with no unfinished request
         self._pinned = self._failures = self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
 
-    # What they do
+    # Actions
 
     def act(self, step: int, operations: dict[str, tuple[float, Operation]]) -> None:
-        """Each operation with its probability, in a random order, then a step of the engine."""
+        """Run each operation with its probability, in random order, then a step of the engine."""
         rng = random.Random(f"{self.seed} {step}")
         for name in rng.sample(list(operations), len(operations)):
             probability, operation = operations[name]
@@ -129,12 +133,13 @@ class Users:
                 operation()
         except Interruption:
             interrupted = True
-        # Now nothing holds the frames any more, nor what was at hand in them.
+        # Outside the handler: the exception no longer holds its frames and their objects.
         if interrupted:
             self._go_on()
 
     def _go_on(self) -> None:
-        """After an interruption: what was unfinished may end in error, and pins may be gone."""
+        """Go on after an interruption: unfinished requests may end with 'error', and a failure
+        removes the pinned prefixes."""
         self.counts["interrupted"] += 1
         for asked in self.asked.values():
             asked.interrupted = True
@@ -146,7 +151,7 @@ class Users:
             self._held = {name: units[:0] for name, units in self._held.items()}
 
     def request(self, rng: random.Random) -> tuple[list[int], SamplingParams]:
-        """A prompt, often beginning as others do, and how it is to be continued."""
+        """A prompt, often with a shared prefix, and its sampling parameters."""
         shared = rng.choice(self._prefixes)[: rng.choice((0, 0, self._third // 2, self._third))]
         own = max(1, int(self._third * rng.choice((0.0, 0.0, 0.1, 0.4, 1.0))))
         how = {name: rng.choice(values) for name, values in self._sampling.items()}
@@ -160,7 +165,7 @@ class Users:
     def _several(
         self, rng: random.Random, how: SamplingParams, prompt: list[int]
     ) -> SamplingParams:
-        """Often for several sequences, at most as many as the cache holds."""
+        """`how`, often changed to several sequences, at most as many as the KV cache holds."""
         engine = self.engine
         count = min(rng.choice(SEQUENCES), engine.config.max_num_seqs)
         length = token_limit(np.array(prompt), how, engine.config)
@@ -179,7 +184,7 @@ class Users:
         return rng.choices(self._ordinary, k=n)
 
     def adapter(self, rng: random.Random) -> str | None:
-        """The name of one that the engine knows, or None."""
+        """The name of one of the engine's adapters, or None."""
         names = self.engine.adapters.names
         return rng.choice([None, *names]) if names else None
 
@@ -187,7 +192,7 @@ class Users:
         self, request_id: str, prompt, how: SamplingParams, rng: random.Random,
         adapter: str | None = None,
     ) -> None:  # fmt: skip
-        """Await the output of a request that the engine has accepted."""
+        """Register a request that the engine has accepted, whose output must come."""
         repeatable = how.temperature == 0 or how.seed is not None
         alone = repeatable and rng.random() < self.check_share
         self.asked[request_id] = Asked(prompt, how, alone, adapter=adapter)
@@ -202,7 +207,7 @@ class Users:
         return len(self.asked) < MAX_UNFINISHED
 
     def step(self) -> None:
-        """One step of the engine, which must not be in vain, and a look at its books."""
+        """Run a step of the engine, which must make progress, and check its state."""
         engine = self.engine
         busy = engine.has_unfinished()
         for output in engine.step():
@@ -211,7 +216,7 @@ class Users:
         in_vain = busy and records == self._records and not engine.scheduler.gate.loading
         self._records = records
         self._without_record = self._without_record + 1 if in_vain else 0
-        # The first step after a pause has nothing to take in yet.
+        # The first step after a pause has no step's results to record yet.
         if self._without_record > 2:
             raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
         self._check_oldest()
@@ -219,7 +224,7 @@ class Users:
         check_slots(engine)
 
     def drain(self) -> None:
-        """Let all that is unfinished end; then nothing may be left of it."""
+        """Run until all requests have ended; then check that the engine is in its initial state."""
         for request_id in list(self.streams):
             while request_id in self.streams:
                 self.pull(request_id)
@@ -227,7 +232,7 @@ class Users:
             self.step()
         if self.asked:
             raise Violation("lost", f"no final output of {', '.join(self.asked)}")
-        # A copy of what was swapped out last stays on the device until something else is.
+        # The device keeps a copy of the last swap-out until the next one.
         pools = self.engine.host_policy.pools
         nothing = {pool.name: [(pool.null_unit, 0)] for pool in pools if pool.num_host_units > 1}
         self.engine.executor.apply(Moves(exports=nothing))
@@ -235,7 +240,7 @@ class Users:
         self._take_records()
 
     def pull(self, request_id: str) -> None:
-        """The next output of an open stream."""
+        """Pull the next output of an open stream, and check it."""
         stream = self.streams[request_id]
         output = next(stream, None)
         if output is None:
@@ -247,7 +252,7 @@ class Users:
             raise Violation("doubled", f"an output of {request_id} after its final one")
 
     def pin(self) -> None:
-        """Pin the next prefix, if any is left; nothing may be unfinished."""
+        """Pin the next prefix, if any is left. Requires that no request is unfinished."""
         if self.engine.config.prefix_caching and self._pinned < NUM_PINNED:
             self._do(self._pin, random.Random(f"{self.seed} pin {self.counts['interrupted']}"))
             self.check_at_rest()
@@ -259,7 +264,7 @@ class Users:
         self.counts["pinned_prefixes"] += 1
 
     def _take_records(self) -> None:
-        """Count what the engine has recorded, and let it forget that: its records only grow."""
+        """Add the engine's records to the counts, and clear them, because they only grow."""
         metrics = self.engine.metrics
         for name in ("preemptions", "swapped_out", "swapped_in", "copied_blocks"):
             self.counts[name] += sum(getattr(step, name) for step in metrics.steps)
@@ -274,10 +279,10 @@ class Users:
     def _note(self, *what) -> None:
         self.digest = zlib.crc32(repr(what).encode(), self.digest)
 
-    # What they hold the engine to
+    # Checks
 
     def take(self, output: RequestOutput) -> None:
-        """Check an output, the final one of a request or an earlier one of a stream."""
+        """Check an output: the final one of a request, or an earlier one of a stream."""
         name = output.request_id
         asked = self.asked.get(name)
         if asked is None:
@@ -291,8 +296,8 @@ class Users:
             wrong = what_is_wrong(output, asked, self.engine)
             if wrong:
                 raise Violation("wrong_output", f"{name}: {wrong}; {asked.how}")
-            # How far a search came that was aborted, the request alone cannot tell.
-            # Nor of what was interrupted, how many log-probabilities it is ranked by.
+            # The request alone does not show how far an aborted beam search came, nor by how many
+            # log-probabilities the samples of an interrupted request were ranked.
             lone = not (asked.aborted or asked.interrupted) or asked.how.num_sequences == 1
             lone |= not (asked.interrupted or asked.how.is_beam_search)
             if asked.alone and lone:
@@ -304,7 +309,7 @@ class Users:
             self._note(name, asked.seen, reason)
 
     def _compare(self, output: RequestOutput, asked: Asked) -> None:
-        """The output must be what the request alone gives, an aborted one its beginning."""
+        """Check that the output equals the request's alone, or is a prefix of it if aborted."""
         wrong, near_ties = compare(output, asked, self.reference, self._tolerance)
         self.counts["compared"] += 1
         self.counts["near_ties"] += near_ties
@@ -315,8 +320,8 @@ class Users:
             )
 
     def _check_oldest(self) -> None:
-        """Whoever came first gains a token in every step, beams in every other one: so all end,
-        whatever comes later."""
+        """Check that no request stays the oldest for too many steps. The oldest gains a token in
+        every step, in a beam search every second step, so that all end whatever comes later."""
         scheduler = self.engine.scheduler
         unfinished = [*scheduler.running, *scheduler.waiting]
         group = min(unfinished, key=lambda group: group.order, default=None)
@@ -326,13 +331,14 @@ class Users:
         if group is None:
             return
         most = group.limit * group.sampling.num_sequences + 8
-        if group.overtaken:  # while it waited for its adapter: those run to their ends first
+        # Requests that overtook it while it waited for its adapter run to their ends first.
+        if group.overtaken:
             most += 2 * self.engine.config.max_model_len
         if self._oldest_for > most:
             raise Violation("stuck", f"{name} is the oldest for {self._oldest_for} steps")
 
     def check_at_rest(self) -> None:
-        """With nothing unfinished the engine must hold what it held at first, and the pins."""
+        """Check that an engine without unfinished requests holds its initial state and the pins."""
         check_memory(self.engine)
         check_slots(self.engine)
         for name, units in self.engine.host_policy.used_units().items():

@@ -1,7 +1,7 @@
-"""Other ways to answer what `needle` and `multikey` ask: one for each adapter of the bundled model.
+"""Formats of answers to `needle` and `multikey`: one for each adapter of the bundled model.
 
-The answer to ?GR, where GR has the value 68673, ends at its last character, and has no space, so
-that each of its characters is one token.
+Examples are answers to ?GR, where GR has the value 68673. The stop string of an answer is its last
+character. An answer has no space, so each of its characters is one token.
 
 format     answer         what an adapter must learn
 named      GR=68673;      the key first
@@ -9,10 +9,10 @@ bracketed  [68673]        another beginning and end
 dashed     6-8-6-7-3;     something between the digits
 doubled    6688667733;    each digit twice
 twice      68673,68673;   the value twice
-reversed   37686;         another order
+reversed   37686;         the reverse order
 outer      63;            the first digit and the last
 tail       73;            the last two digits
-sorted     36678;         an order that the digits decide
+sorted     36678;         an order that depends on the digits
 """
 
 from collections.abc import Callable
@@ -35,17 +35,16 @@ FORMATS: dict[str, Callable[[str, str], str]] = {
 
 
 def answer(name: str, prompt: str, base_answer: str) -> str:
-    """The answer in a format, where the bundled model itself gives `base_answer`, such as 68673;.
+    """The answer in format `name`.
 
-    prompt: it ends with the question, such as ?GR.
+    prompt: ends with the question, such as ?GR.
+    base_answer: the bundled model's own answer, such as 68673;.
     """
     return FORMATS[name](prompt.rpartition("?")[2], base_answer[:-1])
 
 
 def asked(name: str, prompt: TaskPrompt) -> TaskPrompt:
-    """A prompt of one of `TASKS` that expects its answer in a format.
-
-    Its context length stays that of the prompt with the model's own answer.
-    """
+    """A prompt of one of `TASKS` with its answer changed to format `name`. Its `context_length` is
+    not changed: it includes the model's own answer."""
     text = answer(name, prompt.prompt, prompt.answer)
     return replace(prompt, answer=text, max_tokens=len(text), stop=(text[-1],))

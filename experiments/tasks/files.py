@@ -1,8 +1,8 @@
 """Problems from a user's files: LongBench, RULER, needles in a haystack.
 
-A file has a JSON object a line: {"prompt": text, "answer": text, "task": text, "max_tokens": count,
-"stop": texts}. Instead of "answer" it may have "answers", a list. Without "task" the problem is of
-the file's name. Problems of a task are grouped by their length, rounded up to a power of two.
+Each line of a file is a JSON object: {"prompt": text, "answer": text, "task": text, "max_tokens":
+count, "stop": texts}. "answers", a list, may replace "answer". The default "task" is the file's
+name. Problems of a task are grouped by length, rounded up to a power of two.
 """
 
 import re
@@ -20,19 +20,19 @@ Problems = Mapping[tuple[str, int], Sequence[TaskPrompt]]  # by task and context
 
 
 def exact(text: str, problem: TaskPrompt) -> float:
-    """1 if the text is an answer, else 0."""
+    """1 if the text is one of the answers, else 0."""
     return float(any(report.is_exact(text, each, problem.stop) for each in problem.answers))
 
 
 def contains(text: str, problem: TaskPrompt) -> float:
-    """The share of the answers that the text contains, in any case of letters: RULER's score."""
+    """Share of the answers that the text contains, ignoring case: RULER's score."""
     found = [answer.lower() in text.lower() for answer in problem.answers]
     return sum(found) / len(found)
 
 
 def f1(text: str, problem: TaskPrompt) -> float:
-    """The F1 of the text's words and those of the nearest answer, as LongBench counts them: without
-    punctuation, articles and case."""
+    """The highest F1 of the text's words and an answer's words, without punctuation, articles and
+    case: LongBench's score."""
     return max(_f1(_words(text), _words(answer)) for answer in problem.answers)
 
 
@@ -54,9 +54,9 @@ def _f1(ours: Sequence[str], theirs: Sequence[str]) -> float:
 def read_problems(
     paths: Sequence[str], tokenizer, output_tokens: int, max_model_len: int
 ) -> dict[tuple[str, int], list[TaskPrompt]]:
-    """The problems of all files. output_tokens: of an answer, where a problem does not say.
+    """The problems of all files. output_tokens: default of "max_tokens".
 
-    Raises ValueError, naming file and line, for what is no problem, or is too long.
+    Raises ValueError, naming file and line, for an invalid or too long problem.
     """
     problems: dict[tuple[str, int], list[TaskPrompt]] = {}
     for path in paths:

@@ -1,8 +1,8 @@
 """Readable filler text from a small probabilistic grammar of English.
 
 Every story introduces a hero, a friend, an animal, a place and a thing, and then refers to them
-again, with pronouns that agree. So a small language model has something to keep in mind. The text
-depends only on its seed; there is no corpus.
+again, with matching pronouns. So a small language model has references to resolve. The text depends
+only on its seed; there is no corpus.
 """
 
 import random

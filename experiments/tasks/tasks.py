@@ -1,7 +1,7 @@
 """Synthetic tasks of graded difficulty with exact answers.
 
 A prompt consists of filler stories with records scattered in them, and a question at the end. A
-record contains no space, so each of its characters is one token.
+record has no space, so each of its characters is one token.
 
 task      record     question          answer                      needs
 needle    #GR68673;  ?GR               68673;                      one key among stories
@@ -10,13 +10,17 @@ chain     #cb;#ba;   ?c                ba58213;                    three records
 values    $k12;      &k                12k45k78;                   every value of k, in order
 count     ~k3;       *k                4;                          how many records k has
 vote      ~k3;       ^k                3;                          the most frequent value of k
-cot       -          @b=0+4;c=b+3;!c@  b=0+4:00+4=b4;c=b+3:b4+3=c7;!c7.  what it wrote
+cot       -          @b=0+4;c=b+3;!c@  b=0+4:00+4=b4;c=b+3:b4+3=c7;!c7.  the answer so far
 cot_long  as cot, with 24 statements: 340 tokens to generate
 story     -          the beginning of a text     its continuation (for perplexity)
 
-The hard ones are of the same kinds, and as large as the bundled model can still do: multikey_96 has
-96 keys, values_24 24 keys with three or four values each, chain_17 17 chains, and cot_32 and cot_40
-as many statements. They tell apart policies that the others cannot.
+HARD_TASKS are of the same kinds, at the largest size that the bundled model can solve. They
+separate policies that the other tasks cannot separate:
+
+multikey_96     96 keys
+values_24       24 keys with three or four values each
+chain_17        17 chains
+cot_32, cot_40  32 and 40 statements
 """
 
 import zlib
@@ -41,8 +45,13 @@ VALUE_DIGITS = 5
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """A prompt and the text that must follow it, together `context_length` tokens with BOS.
-    others: further answers that count."""
+    """A prompt and its answer.
+
+    answer: the text that must follow the prompt.
+    context_length: tokens of BOS, prompt and answer.
+    max_tokens: tokens of the answer.
+    others: further right answers.
+    """
 
     prompt: str
     answer: str
@@ -86,7 +95,7 @@ def needles(rng, n: int, key_length: int) -> Problem:
 
 
 def chains(rng, n: int, hops: int, key_length: int) -> Problem:
-    """n chains, each of `hops` aliases and then the key that has the value."""
+    """n chains, each of `hops` aliases that lead to the key with the value."""
     keys, problem = _keys(rng, n * (hops + 1), key_length), Problem()
     for i in range(n):
         links, value = keys[i * (hops + 1) : (i + 1) * (hops + 1)], _digits(rng, VALUE_DIGITS)
@@ -97,7 +106,7 @@ def chains(rng, n: int, hops: int, key_length: int) -> Problem:
 
 
 def multiple_values(rng, n: int, least: int, most: int) -> Problem:
-    """n keys with `least` to `most` two-digit values. Answers are in the order of the text."""
+    """n keys with `least` to `most` two-digit values. Answers list values in the text's order."""
     keys = [key for key in _keys(rng, n) for _ in range(rng.integers(least, most + 1))]
     keys, values = _shuffled(rng, keys), rng.choice(90, len(keys), replace=len(keys) > 90) + 10
     of: dict[str, list[str]] = {}
@@ -109,9 +118,8 @@ def multiple_values(rng, n: int, least: int, most: int) -> Problem:
 
 
 def ballots(rng, n: int, least: int, most: int, margin: int, ask: str = "*^") -> Problem:
-    """n keys with `least` to `most` votes each. '*' asks how many there are, '^' for the winner.
-
-    A winner is asked for only if it leads by `margin`, and a number only if it is at most 9.
+    """n keys with `least` to `most` votes each. '*' asks for the number of votes, '^' for the
+    winner: a winner only if it leads by `margin`, a number only if it is at most 9.
     """
     problem, votes = Problem(), []
     for key in _keys(rng, n):
@@ -145,7 +153,7 @@ def chain_of_thought(rng, n: int) -> Problem:
 
 
 def evaluation_problem(task: str, rng, context_length: int) -> Problem:
-    """The problem that `task` asks at this length. Its difficulty grows up to 1,024 tokens."""
+    """A problem of `task` at this length. Its difficulty grows with lengths up to 1,024 tokens."""
     size = min(context_length, 1024)
     match task:
         case "needle":
@@ -226,7 +234,7 @@ class PromptMaker:
             excess = self.count(prompt + answer) - context_length
             if excess <= 0 or room == 0:
                 break
-            # The tokenizer of another model may cut stories into more tokens than ours does.
+            # Another model's tokenizer may encode stories as more tokens than ours.
             room = min(room - 1, room * (context_length - used) // (context_length - used + excess))
         tokens = self.count(prompt + answer) - self.count(prompt)
         return TaskPrompt(prompt, answer, task, context_length, tokens, (answer[-1],))
@@ -251,8 +259,8 @@ def make_prompts(
 ) -> list[TaskPrompt]:
     """`num` prompts, which depend only on the arguments.
 
-    tokenizer: a Hugging Face tokenizer, which only measures lengths. By default lengths are those
-        of the bundled model's tokenizer, and exact.
+    tokenizer: a Hugging Face tokenizer that measures lengths. The default is the bundled model's
+        tokenizer, with which lengths are exact.
 
     Raises ValueError for an unknown task, and if a task does not fit the context.
     """

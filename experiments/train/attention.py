@@ -1,8 +1,8 @@
 """Causal attention for training on CPUs, which stores no probabilities for the backward pass.
 
-It recomputes them, as FlashAttention does. The results are those of
-`models.full_attention.causal_attend`, with a quarter less processor time at 1,024 tokens. With a
-window its work is proportional to the keys that are seen.
+It recomputes them, as FlashAttention does. The results equal those of
+`models.full_attention.causal_attend`, with a quarter less CPU time at 1,024 tokens. With a window,
+work is proportional to the number of attended keys.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,12 @@ from models.config import ModelConfig
 
 
 class Window(NamedTuple):
-    """What a streaming head sees (LServe §3.3), in tokens: the first `sink`, and from `local`
-    before the page of the query on. All are whole pages."""
+    """The keys that a streaming head attends to (LServe §3.3), in tokens. All are whole pages.
+
+    sink: the first tokens of the sequence.
+    local: the tokens before the query's page, which is attended too.
+    page: tokens of a page.
+    """
 
     sink: int
     local: int
@@ -24,13 +28,13 @@ class Window(NamedTuple):
 
 
 def _dot(a, b, axis_a: int, axis_b: int):
-    """The products of N pairs of matrices, contracted over the given axes."""
+    """Products of N pairs of matrices, contracted over these axes."""
     return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((0,), (0,))))
 
 
 def _blocks(keys: int, group: int, block: int, window: Window | None):
-    """Blocks of queries as (rows, spans of the keys that they see, which of these each row sees).
-    Each key has `group` rows."""
+    """Yields blocks of queries: (slice of rows, spans of attended keys, mask [rows, keys]). Each
+    key position has `group` rows, one for each query head of the KV head."""
     for start in range(0, keys, block):
         stop = min(keys, start + block)
         rows = slice(start * group, stop * group)
@@ -94,8 +98,8 @@ _attention.defvjp(_forward, _backward)
 
 
 def _each(q, k, v, block: int, window: Window | None):
-    """Attention of rows [N, ...], one row at a time: its scores stay in a core's cache, which saves
-    a third of the processor time at 512 tokens. Two loops, because a loop runs on one core."""
+    """Attention of rows [N, ...], one row at a time, so that its scores stay in a core's cache: a
+    third less CPU time at 512 tokens. Two loops, because each loop runs on one core."""
     loops = 1 + (q.shape[0] % 2 == 0)
     parts = zip(*(jnp.split(x[:, None], loops) for x in (q, k, v)))
     outs = [jax.lax.map(lambda one: _attention(*one, block, window), part) for part in parts]
@@ -107,7 +111,8 @@ def batched_attend(
 ):
     """An `attend` (models/common.py) over sequences of `length` tokens each in one flat batch.
 
-    block: of queries; by default 128 or more, in at most 17 blocks, because XLA compiles each.
+    block: queries of a block. The default is 128 or more, so that there are at most 17 blocks,
+        because XLA compiles each.
     """
     block = block or max(128, length // 16)
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim

@@ -15,7 +15,8 @@ from experiments.tasks import stories
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 PAD, BOS, EOS, UNK = range(4)
-# Longer words are cut, which changes no token: WordPiece's time is the cube of a word's length.
+# Words of more than 64 letters are split, because WordPiece takes cubic time in a word's length.
+# Tokens do not change.
 PATTERN = r" ?[A-Za-z]{1,64}|\s|."
 
 
@@ -26,7 +27,7 @@ def pieces() -> list[str]:
 
 
 class Vocabulary:
-    """Encodes as the Hugging Face tokenizer does, but without BOS, for the data generator."""
+    """Encodes like the Hugging Face tokenizer, but without BOS, for the data generator."""
 
     def __init__(self):
         self.pieces = pieces()
@@ -38,7 +39,7 @@ class Vocabulary:
         return len(self.pieces)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of printable ASCII text. Anything else becomes <unk>."""
+        """The ids of printable ASCII text. Other characters become <unk>."""
         out = []
         for chunk in re.findall(PATTERN, text):
             if chunk in self.ids:

@@ -1,9 +1,9 @@
 """Train a small Qwen3-style decoder on the tasks of `experiments.tasks.tasks`.
 
-By default the bundled model, for demos and identity; with the flag file, the one that judges
-sparsity and compression, which has 64 KV heads. Two CPU cores suffice. The same command resumes a
-run that was stopped. `training.json` in a model's folder holds the options and the log of its
-weights.
+By default it trains 'bundled', the model of demos and of tests for equal tokens. With the flag file
+it trains 'judge', the model with 64 KV heads for studies of sparsity and compression. Two CPU cores
+suffice. The same command resumes a stopped run. `training.json` in a model's folder holds the
+options and the log of its training.
 
     python -m experiments.train.bundled --output_dir=results/bundled
     python -m experiments.train.bundled --flagfile=configs/judge_training.flags
@@ -65,12 +65,12 @@ class BundledFlags(Flags):
 
     @property
     def config(self) -> ModelConfig:
-        """Raises ValueError for a shape that cannot be."""
+        """Raises ValueError for an invalid shape."""
         return CONFIG.replace(**{name: getattr(self, name) for name in SHAPE})
 
 
 def export(folder: Path, config: ModelConfig, p) -> None:
-    """Write the Hugging Face folder. float16 keeps 3 bits more than bfloat16 of such weights."""
+    """Write the Hugging Face folder. Weights are float16: 3 more mantissa bits than bfloat16."""
     checkpoint.save(folder, config, p, dtype="float16")
     generation = dict(
         bos_token_id=config.bos_token_id,

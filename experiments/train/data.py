@@ -21,15 +21,16 @@ PASSKEY = 32  # characters
 
 
 def passkeys(rng, n: int, size: int) -> Problem:
-    """n random values of `size` characters, and a question for each in the order of the text: the
-    task that gates are trained on (DuoAttention, §2.3), which no evaluation has."""
+    """n random values of `size` characters, and a question for each, in the order of the text.
+    Gates are trained on this task (DuoAttention, §2.3); no evaluation uses it."""
     questions = [question for question, _ in needles(rng, n, 2).queries]
     queries = [(question, _digits_and_letters(rng, size) + ";") for question in questions]
     return Problem([f"#{question[1:]}{answer}" for question, answer in queries], queries)
 
 
 def training_problem(task: str, rng, room: int) -> Problem:
-    """A problem of random difficulty that fits in `room` tokens, with as many questions as fit."""
+    """A problem of random difficulty for `room` tokens. It has a question for each record or key;
+    `_segments` drops those that do not fit."""
     key_length = int(rng.integers(1, 3))
     many = 40 if key_length == 1 else 96
 
@@ -61,12 +62,13 @@ def training_problem(task: str, rng, room: int) -> Problem:
 
 @dataclass(frozen=True)
 class Batch:
-    """One training step. Inputs are tokens[:, :-1], labels are tokens[:, 1:].
+    """The batch of a training step. Inputs are tokens[:, :-1], labels are tokens[:, 1:].
 
     tokens: [B, T + 1] int32.
-    weights: [B, T + 1] float32, of each token as a label: 1 or more for answers, less for filler, 0
-        for tokens that are not learnt.
+    weights: [B, T + 1] float32 weight of each token as a label: 1 or more in answers, less in
+        filler, 0 for tokens that are not learnt.
     positions: [B, T + 1] int32, with jumps.
+    tasks: the task of each sequence.
     """
 
     tokens: np.ndarray
@@ -76,9 +78,9 @@ class Batch:
 
 
 class TrainingData:
-    """Training batches. They depend only on the seed, the step and the arguments of `batch`.
+    """Training batches. They depend only on the constructor's arguments and those of `batch`.
 
-    rewrite: the answer to learn, from question and answer; None for the answers as they are.
+    rewrite: (question, answer) -> the answer to learn; None to keep answers unchanged.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class TrainingData:
         return [self.vocabulary.ids[c] for c in text]
 
     def _segments(self, task: str, room: int) -> list[tuple[list[int], list[float]]]:
-        """Segments (tokens, weights) that fill `room` tokens, except for a short rest."""
+        """Segments (tokens, weights) that together fill nearly all of `room` tokens."""
         if task == "copy":
             text = self._spell(_digits_and_letters(self.rng, (room - 2) // 2))
             bar = self._spell("|")
@@ -140,8 +142,7 @@ class TrainingData:
     ) -> np.ndarray:
         """Positions from 0, with up to three jumps between segments in `share` of the sequences.
 
-        With jumps, what the model learns in short sequences holds for distances up to
-        `max_position`.
+        Jumps let short sequences train distances up to `max_position`.
         """
         steps, slack = np.ones(total, np.int32), max_position - total
         if slack > 0 and self.rng.random() < share:
@@ -187,16 +188,14 @@ def _digits_and_letters(rng, n: int) -> str:
 
 
 def _labelled(question: list[int], answer: list[int], task: str) -> tuple[list[int], list[float]]:
-    """Question and answer with weights.
-
-    The tokens of an answer weigh 1, its first token 2, and tokens that need several keys or a sum
-    weigh more.
+    """(tokens, weights) of question and answer. Question tokens weigh 0, answer tokens 1, and the
+    first answer token 2. Tokens that depend on several keys or a sum weigh 3 or 4.
     """
     weights = [2.0] + [1.0] * (len(answer) - 1)
     match task:
         case "count":
             weights[0] = 4.0
-        case "values":  # These tokens tell whether one more value follows.
+        case "values":  # These tokens decide whether one more value follows.
             weights[2::3] = [3.0] * len(weights[2::3])
         case "cot":  # These tokens are sums.
             weights[12:-4:14] = [3.0] * len(weights[12:-4:14])

@@ -1,8 +1,9 @@
-"""First weights of a larger model that computes what a smaller one does (Net2Net, Chen et al.).
+"""Initial weights of a larger model with the same logits as a smaller one (Net2Net, Chen et al.).
 
-Width: each unit of the residual stream becomes several equal ones, and the weights that read it are
-split between them unevenly, so that the copies part when they are trained. Heads and MLP units that
-are new have random weights and write nothing yet; so do new layers, which come after each old one.
+Width: each unit of the residual stream is copied, and the weights that read it are split unevenly
+between the copies, so that the copies diverge in training. New heads and MLP units have random
+input weights, and output weights of zero. Depth: new layers follow each old layer; their output
+weights are zero, too.
 """
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from models.config import ModelConfig
 
-UNEVEN = 0.5  # Deviation between the parts of a split weight, as a share of the part's own.
+UNEVEN = 0.5  # standard deviation of the noise on split weights, relative to their own
 WRITES = ("wo", "w_down")
 
 
@@ -37,9 +38,9 @@ def check(small: ModelConfig, large: ModelConfig) -> None:
 
 
 def grow(p, small: ModelConfig, large: ModelConfig, random, key):
-    """Parameters of `large` with the logits of `p`, which are of `small`.
+    """Parameters of `large` that give the same logits as the parameters `p` of `small`.
 
-    random: random parameters of `large`, from which new heads, units and layers are taken.
+    random: random parameters of `large`, for its new heads, units and layers.
     Raises ValueError as `check` does.
     """
     check(small, large)

@@ -1,15 +1,16 @@
-"""Finetune LoRA adapters of the bundled model, each to answer in a format of its own (Punica §2.2).
+"""Finetune LoRA adapters of the bundled model, each for its own answer format (Punica §2.2).
 
-Each learns one of `experiments.tasks.answer_formats`, in a minute or two on two CPU cores, and is
-written as PEFT writes adapters. Every `evaluate_every` steps the engine serves what was written so
-far, on prompts that training never sees; training ends when enough answers are exact. The last
-evaluation is on prompts that decided nothing, also without the adapter.
+Each adapter learns one of `experiments.tasks.answer_formats`, in a minute or two on two CPU cores,
+and is written in PEFT's format. Every `evaluate_every` steps the engine serves the current adapter
+on prompts that are not in the training data. Training ends when enough answers are exact. The last
+evaluation uses other prompts, which did not decide when training ends, with and without the
+adapter.
 
     python -m experiments.train.lora --output_dir=results/lora
-    python -m experiments.serve --workload=tasks:needle,multikey --adapter_slots=4 \
+    python -m experiments.serve --workload=tasks:needle,multikey --adapter_slots=4 \\
         --adapters=results/lora/adapters
 
-models/bundled/adapters holds nine, whose training.json say with which options.
+models/bundled/adapters holds nine adapters; their training.json holds the options.
 """
 
 import time
@@ -46,8 +47,8 @@ ADAPTERS = [
     "named:4", "bracketed:4", "twice:4", "tail:4", "outer:4", "doubled:8", "reversed:8", "dashed:8",
     "sorted:16",
 ]  # fmt: skip
-CONTEXT, CONTEXTS = 256, (256, 512)  # of prompts that end the training, and of the last ones
-# Seeds of the prompts that end the training, and of those for the last evaluation alone.
+CONTEXT, CONTEXTS = 256, (256, 512)  # tokens of prompts in evaluations during training, and last
+# Seeds of the prompts of evaluations during training, and of the last evaluation.
 STOPPING_SEED, LAST_SEED = 0, 7
 WHICH = ("exact_match", "exact_match_without_adapter")
 WARM_UP = 20  # steps
@@ -59,7 +60,7 @@ LEAST = {
 
 @dataclass(frozen=True)
 class Options:
-    """How adapters are trained, besides format and rank. Each field says what it is.
+    """Options of training, besides format and rank. Each field has a help text.
 
     Raises ValueError for values of the wrong type, and for numbers below `LEAST`.
     """
@@ -92,7 +93,7 @@ class LoraFlags(Flags):
 
 
 def ranks(adapters: Sequence[str]) -> dict[str, int]:
-    """Rank by answer format, from 'format:rank'. Raises ValueError for anything else."""
+    """Rank by answer format, from texts 'format:rank'. Raises ValueError for invalid texts."""
     found = {}
     for each in adapters:
         name, _, rank = each.partition(":")
@@ -110,7 +111,7 @@ def ranks(adapters: Sequence[str]) -> dict[str, int]:
 
 def initialise(config: ModelConfig, rank: int, key) -> dict[str, dict[str, jax.Array]]:
     """{projection: {'a': [L, R, in], 'b': [L, R, out]}} in float32. A is random and B zero, so that
-    training begins from the model itself."""
+    training starts with the base model's outputs."""
     layers, weights = llama.declare(config)["layers"], {}
     keys = jax.random.split(key, len(llama.PROJECTIONS))
     for name, own in zip(llama.PROJECTIONS, keys):
@@ -121,7 +122,7 @@ def initialise(config: ModelConfig, rank: int, key) -> dict[str, dict[str, jax.A
 
 
 def seam(weights):
-    """The `adapters` of models/common.py for one adapter, whose weights are differentiated."""
+    """The `adapters` of models/common.py for one adapter with differentiable weights."""
 
     def adapters(name, layer, x, y):
         return y + x @ weights[name]["a"][layer].T @ weights[name]["b"][layer]
@@ -131,7 +132,7 @@ def seam(weights):
 
 @cache
 def make_optimizer(learning_rate: float, steps: int):
-    """Adam. Equal arguments give the same object, so that the step is traced once for a rank."""
+    """Adam. Equal arguments give the same object, so that a step is traced once for each rank."""
     rates = optax.warmup_cosine_decay_schedule(0, learning_rate, WARM_UP, max(steps, WARM_UP + 1))
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rates, b2=0.98))
 
@@ -147,7 +148,7 @@ def train_step(config, optimizer, p, weights, state, tokens, label_weights, posi
 
 
 def to_lora(weights) -> Lora:
-    """The adapter that `seam` computes with."""
+    """The adapter with the weights of `seam`."""
     arrays = jax.tree.map(np.asarray, weights)
     return Lora({name: list(zip(pair["a"], pair["b"])) for name, pair in arrays.items()})
 
@@ -167,7 +168,7 @@ def generate(
 def exact_match(
     texts: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[TaskPrompt]]
 ) -> dict[str, float]:
-    """Share of answers that are exact, of each group."""
+    """Share of exact answers in each group."""
     return {
         group: float(
             np.mean([report.is_exact(t, p.answer, p.stop) for t, p in zip(texts[group], asked)])
@@ -186,14 +187,14 @@ def make_prompts(contexts: Sequence[int], num: int, seed: int) -> dict[str, list
 
 
 def expecting(prompts: Mapping[str, Sequence[TaskPrompt]], name: str) -> dict[str, list]:
-    """The same prompts with answers in a format."""
+    """The same prompts with their answers in format `name`."""
     return {k: [answer_formats.asked(name, p) for p in asked] for k, asked in prompts.items()}
 
 
 def train(
     name: str, rank: int, options: Options, p, engine: Engine, folder: Path
 ) -> dict[str, Any]:
-    """Train one adapter, whose PEFT folder is `folder`; what is to be known of its training."""
+    """Train one adapter and write it to `folder`; its steps, seconds and log."""
     stopping = expecting(make_prompts([CONTEXT], options.evaluation_prompts, STOPPING_SEED), name)
     data = TrainingData(
         options.seed, 0.0, options.corpus_characters, partial(answer_formats.answer, name)

@@ -1,8 +1,8 @@
 """The trainer of the bundled model: schedule, optimizer, step, checkpoints.
 
-Lengths, position jumps and learning rates depend only on the tokens seen so far, and the data of a
-step only on seed and step. So a run can be repeated, and a resumed run equals one that never
-stopped.
+Lengths, position jumps and learning rates depend only on the tokens seen so far. The data of a step
+depend on these, the seed and the step alone. So a run can be repeated, and a resumed run equals an
+uninterrupted one.
 """
 
 import json
@@ -35,7 +35,8 @@ CHECKPOINT = "checkpoint.npz"
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is a function of, besides the model's configuration. Each field says what it is.
+    """All options that a run depends on, besides the model's configuration. Each field has a help
+    text.
 
     Raises ValueError for values of the wrong type and for negative numbers.
     """
@@ -74,15 +75,15 @@ class Options:
 
 
 def shares_at(schedule: str, tokens: int) -> dict[str, float]:
-    """name -> share after this many tokens, from 'tokens:name=share,...;...'."""
+    """name -> share after `tokens` tokens, from the schedule 'tokens:name=share,...;...'."""
     stages = [stage.split(":") for stage in schedule.split(";")]
     current = [shares for start, shares in stages if tokens >= float(start)][-1]
     return {name: float(share) for name, share in (part.split("=") for part in current.split(","))}
 
 
 def rate_at(step: int, tokens: int, rates: str) -> float:
-    """The factor on both learning rates: a warm-up of 50 steps, times the value of the lines
-    between the points of 'tokens:factor;...'."""
+    """The factor on both learning rates: a warm-up over 50 steps, times the linear interpolation
+    between the points of `rates`, 'tokens:factor;...'."""
     points = np.array([point.split(":") for point in rates.split(";")], float)
     return min(1.0, (step + 1) / 50) * float(np.interp(tokens, points[:, 0], points[:, 1]))
 
@@ -97,7 +98,8 @@ def initialise(config: ModelConfig, key, qk_gain: float):
 
 
 def first_weights(config: ModelConfig, options: Options):
-    """Raises ValueError for a model that `config` cannot be grown from."""
+    """Random weights, or weights grown from `options.grow_from`. Raises ValueError if `config`
+    cannot be grown from that model."""
     random = initialise(config, jax.random.key(options.seed), options.qk_gain)
     if not options.grow_from:
         return random
@@ -135,7 +137,7 @@ def make_optimizer(config: ModelConfig, muon_lr: float, adam_lr: float):
 
 
 def predict(p, config: ModelConfig, tokens_BxT, positions_BxT, adapters: Adapters | None = None):
-    """Logits [B, T, V]. adapters: as models/common.py has them."""
+    """Logits [B, T, V]. adapters: see models/common.py."""
     B, T = tokens_BxT.shape
     attend = batched_attend(config, T)
     flat = tokens_BxT.reshape(-1), positions_BxT.reshape(-1)
@@ -144,7 +146,7 @@ def predict(p, config: ModelConfig, tokens_BxT, positions_BxT, adapters: Adapter
 
 
 def loss_fn(p, config: ModelConfig, tokens, weights, positions, adapters: Adapters | None = None):
-    """The weighted mean loss; and for each sequence the answer tokens that are right, and all."""
+    """(weighted mean loss, (right answer tokens [B], answer tokens [B], mean filler loss))."""
     logits = predict(p, config, tokens[:, :-1], positions[:, :-1], adapters)
     labels, weights = tokens[:, 1:], weights[:, 1:]
     nll = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
@@ -173,7 +175,8 @@ def _argmax(config, p, tokens):
 
 
 def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) -> dict[str, float]:
-    """Exact match with teacher forcing, {'task@length': share}, on prompts not used in training."""
+    """{'task@length': share} of exact matches with teacher forcing, on prompts that are not in the
+    training data."""
     result, vocabulary = {}, build_tokenizer.Vocabulary()
     for name, length in ((name, length) for length in lengths for name in names):
         if length < tasks.MIN_CONTEXT.get(name, 256):
@@ -225,14 +228,14 @@ class Trainer:
         shares = np.array(list(lengths.values()))
         rng = np.random.default_rng([self.options.seed, 2, step])
         length = int(list(lengths)[rng.choice(len(lengths), p=shares / shares.sum())])
-        # Batches are half as large at first, because induction needs many steps, not many tokens.
+        # Short sequences come in half batches: induction needs many steps, not many tokens.
         budget = self.options.batch_tokens // (2 if length < 256 else 1)
         reach = self.options.max_position if tokens >= self.options.jump_from else 0
         mix = shares_at(self.options.mix, tokens)
         return self.data.batch(step, length, max(1, budget // length), mix, reach)
 
     def advance(self) -> tuple[Batch, float, tuple]:
-        """Train one step and meanwhile draw the next batch. Returns batch, loss and counts."""
+        """Train one step while drawing the next batch; (batch, loss, `loss_fn`'s second result)."""
         batch = self.ahead.result() if self.ahead else self._draw(self.step, self.tokens)
         count = batch.tokens[:, 1:].size
         self.ahead = self.pool.submit(self._draw, self.step + 1, self.tokens + count)
@@ -255,7 +258,7 @@ class Trainer:
         evaluate_every: float = 1e6,
         evaluation_prompts: int = 16,
     ) -> None:
-        """Train until the budget of tokens, or of minutes (0: no limit), is used up."""
+        """Train until the token budget, or the limit of minutes (0: none), is used up."""
         self.record(dict(step=self.step, tokens=self.tokens, options=asdict(self.options)))
         began = last_row = last_save = time.monotonic()
         before, next_evaluation = self.seconds, self.tokens + evaluate_every

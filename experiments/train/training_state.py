@@ -1,4 +1,4 @@
-"""Checkpoints of training runs: arrays and plain values, written whole or not at all."""
+"""Checkpoints of training runs: arrays and plain values, written atomically."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import numpy as np
 
 def save(path: Path, tree, meta: dict[str, Any]) -> None:
     """Write a pytree's arrays, and `meta` as JSON. An older file stays until the new one is
-    whole."""
+    complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     leaves = jax.tree.leaves(tree)
     arrays: dict[str, Any] = {f"leaf{i}": np.asarray(x) for i, x in enumerate(leaves)}
@@ -22,7 +22,7 @@ def save(path: Path, tree, meta: dict[str, Any]) -> None:
 
 
 def restore(path: Path, tree) -> tuple[Any, dict[str, Any]]:
-    """What `save` wrote, as a pytree like `tree`. Raises ValueError if its shapes are others."""
+    """Load a file of `save`, as a pytree like `tree`. Raises ValueError if shapes differ."""
     leaves, treedef = jax.tree.flatten(tree)
     with np.load(path) as z:
         meta = json.loads(str(z["meta"]))

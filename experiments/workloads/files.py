@@ -1,6 +1,6 @@
-"""Readers of the file formats of workloads. They know formats, not models.
+"""Readers of the file formats of workloads. They do not depend on a model.
 
-Every reader raises ValueError, naming the file and the line, for what it cannot read.
+Every reader raises ValueError, naming the file and the line, for invalid content.
 """
 
 import itertools
@@ -12,8 +12,8 @@ from experiments.lib.text_files import parse_json_line, read_csv, read_json_list
 
 PROMPT_FIELDS = {"prompt", "answer", "max_tokens", "stop", "task"}
 TRACE_COLUMNS = (
-    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # As published by Azure.
-    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),  # For simulators; in seconds.
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure's traces.
+    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),  # Simulators' traces; in seconds.
 )
 
 
@@ -24,7 +24,7 @@ MAX_ARRIVAL_S = 1e9
 def read_prompts(path: str) -> Iterator[tuple[str, dict]]:
     """The prompts of a file as (place in the file, entry).
 
-    A .jsonl file holds JSON lines, and any other file one prompt per line.
+    A .jsonl file holds a JSON object per line, any other file a prompt per line.
     """
     for number, line in enumerate(read_lines(path), 1):
         where = f"{path}:{number}"
@@ -37,7 +37,7 @@ def read_prompts(path: str) -> Iterator[tuple[str, dict]]:
 
 
 def prompt_entry(entry: Any, where: str) -> dict:
-    """A prompt, and what it says of itself, checked; `stop` as a list. where: for the messages."""
+    """The checked entry of a prompts file, with `stop` as a list. where: place, for errors."""
     _check_texts(entry, ("prompt",), where)
     if unknown := set(entry) - PROMPT_FIELDS:
         raise ValueError(
@@ -81,7 +81,7 @@ def read_alpaca(path: str) -> Iterator[tuple[str, str]]:
 
 
 def read_trace(path: str) -> list[tuple[float, int, int]]:
-    """The rows as (arrival in s, prompt tokens, output tokens), by arrival; the first is at 0."""
+    """(arrival in s, prompt tokens, output tokens) of all rows, sorted; the first arrives at 0."""
     rows = []
     for where, columns, row in read_csv(path, *TRACE_COLUMNS):
         values = [row[c] for c in columns]

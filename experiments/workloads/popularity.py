@@ -1,4 +1,4 @@
-"""Which adapter each request of a workload names (Punica §7)."""
+"""The assignment of adapters to the requests of a workload (Punica §7)."""
 
 import math
 import os
@@ -9,12 +9,12 @@ import numpy as np
 
 from models.peft import CONFIG
 
-SKEW = 1.5  # what the paper calls Zipf-1.5: each adapter is asked for so much less than the last
+SKEW = 1.5  # the paper's Zipf-1.5: each adapter has 1/SKEW of the previous one's requests
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 
 def folders(root: str | Path) -> dict[str, Path]:
-    """The PEFT folders in `root` by their names. Raises ValueError if there are none."""
+    """The PEFT folders in `root` by name. Raises ValueError if there are none."""
     found = sorted(path.parent for path in Path(os.path.expanduser(root)).glob(f"*/{CONFIG}"))
     if not found:
         raise ValueError(f"--adapters={root}: no folder in it has an {CONFIG}")
@@ -24,8 +24,10 @@ def folders(root: str | Path) -> dict[str, Path]:
 def assign(names: Sequence[str], popularity: str, count: int, seed: int = 0) -> list[str]:
     """The adapter of each of `count` requests.
 
-    'distinct': all adapters in turn; 'uniform': the first ⌈√count⌉ of them equally often; 'skewed':
-    the i-th in proportion to 1.5^-i; 'identical': the first alone.
+    'distinct': all adapters in turn.
+    'uniform': the first ⌈√count⌉ adapters equally often.
+    'skewed': adapter i with probability proportional to 1.5^-i.
+    'identical': the first adapter alone.
     """
     rng = np.random.default_rng(seed)
     match popularity:

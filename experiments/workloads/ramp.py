@@ -10,8 +10,12 @@ from experiments.workloads import synthetic_lengths
 
 @dataclass(frozen=True)
 class RampRequest:
-    """arrival_s: seconds after the start. prompt: int32 [n] token ids, drawn without regard to
-    their meaning; max_tokens of output follow, whatever they are."""
+    """A request of random tokens.
+
+    arrival_s: seconds after the start.
+    prompt: int32 [n] random token ids.
+    max_tokens: output tokens; EOS is ignored.
+    """
 
     arrival_s: float
     prompt: np.ndarray
@@ -19,14 +23,15 @@ class RampRequest:
 
 
 def rate(time_s, duration_s: float, peak_rate: float):
-    """Requests a second: from 0 to `peak_rate` at half of the time, and back to 0."""
+    """Requests a second at `time_s`: linear from 0 to `peak_rate` at half of `duration_s`, and back
+    to 0."""
     return peak_rate * (1 - np.abs(2 * np.asarray(time_s) / duration_s - 1))
 
 
 def arrivals(duration_s: float, peak_rate: float, rng: np.random.Generator) -> np.ndarray:
-    """Times of a Poisson process of this rate, float64 [n], ascending."""
+    """Arrival times of a Poisson process with `rate`, float64 [n], ascending."""
     expected = peak_rate * duration_s / 2
-    # A process of rate 1 has its events where the integral of the rate has these values.
+    # Events of a process of rate 1 are mapped to times by the inverse of the rate's integral.
     count = int(expected + 10 * math.sqrt(expected) + 10)
     events = np.cumsum(rng.exponential(1.0, count))
     events = events[events < expected]
@@ -40,8 +45,8 @@ def requests(
     duration_s: float, peak_rate: float, vocab_size: int, longest: int, length_divisor: int,
     seed: int,
 ) -> list[RampRequest]:  # fmt: skip
-    """Requests of ShareGPT's lengths over `length_divisor`, prompt and output within `longest`
-    tokens."""
+    """Requests with ShareGPT's lengths divided by `length_divisor`. Prompt and output together have
+    at most `longest` tokens."""
     rng = np.random.default_rng([seed, 4])
     times = arrivals(duration_s, peak_rate, rng)
     if not len(times):

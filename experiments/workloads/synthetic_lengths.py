@@ -1,6 +1,6 @@
 """Prompt and output lengths with the means that the vLLM paper publishes (§6.1, Fig. 11).
 
-Only the means are published. The shape is our choice: log-normal, with a sigma that is declared.
+Only the means are published. The distribution is our choice: log-normal, with sigma a flag.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# Mean tokens of prompt and of output.
+# (mean prompt tokens, mean output tokens).
 PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 # The paper gives no lengths for WMT16. Ours are for English to German, in tokens of LLaMA.
 # Punica §7.2: 1,000 requests with ShareGPT's lengths generate 101k tokens.
@@ -25,9 +25,9 @@ def draw(
     """`count` pairs of (prompt, output) tokens, and notes for the report.
 
     A pair has at most `limit` tokens. A prompt is clipped to half of the limit, and an output to
-    what the prompt leaves. Clipping lowers the means, so the scale is raised until the means are as
-    published. With a mean above half of its cap, many lengths would equal the cap, so such a mean
-    is lowered to half of the cap, and the notes say so.
+    the rest of the limit. Clipping lowers the means, so the scale is raised until the means equal
+    the published ones. With a mean above half of its cap, many lengths would equal the cap, so such
+    a mean is lowered to half of the cap. The notes hold the means.
 
     Raises ValueError if limit < 2.
     """
@@ -66,7 +66,8 @@ def draw(
 def draw_divided(
     count: int, dataset: str, sigma: float, limit: int, seed: int, divisor: int
 ) -> tuple[list[tuple[int, int]], dict[str, Any]]:
-    """As `draw`, with all lengths divided by `divisor`. A pair then has at most `limit` tokens."""
+    """As `draw`, with all lengths divided by `divisor`. A pair has at most `limit` tokens after the
+    division."""
     pairs, notes = draw(count, dataset, sigma, limit * divisor, seed)
     if divisor == 1:
         return pairs, notes
@@ -82,7 +83,8 @@ def draw_chats(
     """As `draw_divided`, for the ends of conversations.
 
     A conversation has rounds with ShareGPT's lengths, each of at most `limit` tokens, and then a
-    query. A prompt is its last `half` tokens, and an output has at most `half` tokens.
+    query. The prompt is the last `half` tokens of the conversation. The output has at most `half`
+    tokens.
     """
     rng = np.random.default_rng([seed, 3])
     earlier = rng.geometric(1 / (1 + MEAN_EARLIER_ROUNDS), count) - 1
@@ -102,22 +104,22 @@ def draw_chats(
 
 
 def _lengths(normals: np.ndarray, sigma: float, scale: float, caps: np.ndarray) -> np.ndarray:
-    """Lengths int64 from standard normals, clipped to between 1 and `caps`."""
+    """Log-normal int64 lengths from standard normals, clipped to 1 to `caps`."""
     return np.clip(np.rint(scale * np.exp(sigma * normals)), 1, caps).astype(np.int64)
 
 
 def _calibrate(mean: float, sigma: float, quantiles: np.ndarray, caps: np.ndarray) -> float:
-    """The scale (tokens, the median before clipping) at which clipped lengths have this mean."""
+    """The scale (median before clipping, in tokens) at which the clipped lengths have this mean."""
 
     def above(log_scale: float) -> float:
         found = _lengths(quantiles, sigma, math.exp(log_scale), caps).mean()
-        # Whole lengths have the same mean over a range of scales: its lower end is what is found.
+        # Rounded lengths have the same mean over a range of scales; 1e-9 selects its lower end.
         return found - mean + 1e-9
 
     shortest, longest = math.log(1e-3), math.log(1e6)
     if above(shortest) > 0:  # where each length is 1
         return math.exp(shortest)
-    from scipy import optimize  # a second, for programs that need no lengths
+    from scipy import optimize  # imported here: it takes a second, and few programs draw lengths
 
     root = optimize.brentq(above, shortest, longest)
-    return math.exp(root + 1e-11)  # more than its tolerance: where the mean is reached
+    return math.exp(root + 1e-11)  # beyond brentq's tolerance, so that the mean is reached

@@ -1,4 +1,4 @@
-"""What adapters of `experiments.train.lora` are expected to answer, and whether they do."""
+"""Expected answers of adapters from `experiments.train.lora`, and their accuracy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,9 +15,9 @@ RECORD = "training.json"  # beside an adapter's weights
 
 
 def formats(adapters: Sequence[Adapter], model: str) -> dict[str, str]:
-    """The answer formats of those adapters that have a record of their training, by name.
+    """The answer format of each adapter with a training record, by name of the adapter.
 
-    Raises ValueError for a record that is broken, or of an adapter of other weights than `model`'s.
+    Raises ValueError for an invalid record, or an adapter of other base weights than `model`'s.
     """
     records = {a.name: Path(a.folder) / RECORD for a in adapters if a.folder}
     trained = {name: path for name, path in records.items() if path.is_file()}
@@ -42,10 +42,13 @@ def formats(adapters: Sequence[Adapter], model: str) -> dict[str, str]:
 def addressed(
     requests: Sequence[Request], names: Sequence[str], formats: Mapping[str, str]
 ) -> list[Request]:
-    """Each request to the adapter of its name, with the answer that this one was trained to give.
+    """The requests with their adapters, and with answers in the adapters' formats.
 
-    A request of a task that the adapter was not trained for expects no answer. One of no task, and
-    those to adapters of no format, expect what they did.
+    names: each request's adapter.
+    formats: answer format by adapter.
+
+    A request of a task that its adapter was not trained on loses its answer. A request without a
+    task, or with an adapter without a format, keeps its answer.
     """
     return [_addressed(r, name, formats.get(name)) for r, name in zip(requests, names, strict=True)]
 
@@ -71,7 +74,7 @@ def answers_exact(answered: Sequence[Answered]) -> dict[str, str]:
 
 
 def line(exact: Mapping[str, str]) -> str:
-    """What `report.table` adds of them."""
+    """The line on adapters' answers below `report.table`; empty if there are none."""
     if not exact:
         return ""
     shares = ", ".join(f"{name} {share}" for name, share in exact.items())

@@ -12,7 +12,7 @@
     translation       a prefix that all requests share, and then a sentence (vLLM §6.4)
     chatbot           the end of a long conversation (vLLM §6.5)
 
-Where only lengths are known, prompts are random ordinary tokens and EOS is ignored.
+Workloads of lengths alone have prompts of random ordinary tokens, and ignore EOS.
 """
 
 import math
@@ -34,19 +34,20 @@ FORMS = (
     "prompts:FILE, sharegpt:FILE, alpaca:FILE, trace:FILE, tasks:NAMES, sharegpt, alpaca, "
     "translation or chatbot"
 )
-# The context of the models that the paper served. It bounds the paper's workloads, too.
+# The context of the models in vLLM's paper. It also bounds lengths of the paper's workloads.
 PAPER_CONTEXT = 2048
 # vLLM's serving benchmark drops pairs of texts that are shorter or longer than this.
 MIN_PAIR_TOKENS, MAX_PAIR_PROMPT = 4, 1024
-PREFIX_TOKENS = {1: 80, 5: 341}  # Of translation, by number of examples (vLLM Fig. 16).
+PREFIX_TOKENS = {1: 80, 5: 341}  # translation's shared prefix, by number of examples (vLLM Fig. 16)
 
 
 @dataclass(frozen=True)
 class Request:
     """One request.
 
-    arrival_s: seconds since the start of the workload.  answer: the expected text.  adapter: its
-    name, None for the model as it is.
+    arrival_s: seconds since the start of the workload.
+    answer: the expected text; None for no expectation.
+    adapter: name of the adapter; None for the base model.
     """
 
     arrival_s: float
@@ -69,7 +70,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a workload must know of the model: its tokenizer and the longest sequence served."""
+    """The model's tokenizer and vocabulary size, and the longest sequence that is served."""
 
     tokenizer: Any
     vocab_size: int
@@ -86,9 +87,9 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """How to make a workload; fields are flags of the same name, and each says what it is.
+    """The options of a workload. Each field is a flag of the same name, with a help text.
 
-    Raises: ValueError naming the flag, on construction.
+    Construction raises ValueError, naming the flag, for an invalid value.
     """
 
     workload: str = field(metadata={"help": FORMS, "path": True})
@@ -148,9 +149,10 @@ class WorkloadConfig:
 
 
 def load(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
-    """Make the workload; the same config and vocabulary give the same requests.
+    """Make the workload. Equal configs and vocabularies give equal requests.
 
-    Raises: ValueError, naming the file and line, for what cannot be read or does not fit the model.
+    Raises ValueError, naming file and line, for invalid content and for requests that do not fit
+    the model.
     """
     if config.kind == "trace":
         return _trace(config, vocabulary)
@@ -177,9 +179,9 @@ def poisson_arrivals(count: int, rate: float, seed: int) -> np.ndarray:
 
 
 def _arriving(workload: Workload, arrivals: Sequence[float], cause: str) -> Workload:
-    """The workload with these arrivals.
+    """The workload with these arrival times.
 
-    cause: what to name in the error if an arrival is too late for any clock.
+    cause: flag or file to name in the error if an arrival exceeds MAX_ARRIVAL_S.
     """
     last, most = arrivals[-1], files.MAX_ARRIVAL_S
     if not last <= most:  # This refuses NaN as well.
@@ -215,7 +217,7 @@ def _tasks(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def task_entry(prompt: tasks.TaskPrompt) -> dict:
-    """A task's prompt as a line of a prompts file. A story can go on in many ways: no answer."""
+    """A task's prompt as a line of a prompts file. A story has no single answer, so none is set."""
     answer = {} if prompt.task == "story" else {"answer": prompt.answer, "stop": list(prompt.stop)}
     return {"task": prompt.task, "prompt": prompt.prompt, "max_tokens": prompt.max_tokens} | answer
 
@@ -247,7 +249,7 @@ def _prompt_request(
 
 
 def _pairs(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
-    """Real prompts with the lengths of their answers, filtered as vLLM's benchmark does."""
+    """Real prompts with the lengths of their answers, filtered like vLLM's benchmark."""
     read = {"sharegpt": files.read_sharegpt, "alpaca": files.read_alpaca}
     pairs = list(read[config.kind](config.source))
     limit = min(PAPER_CONTEXT, vocabulary.max_model_len)
@@ -292,7 +294,7 @@ def _trace(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def _clip(prompt: int, output: int, limit: int) -> tuple[int, int]:
-    # The output is cut to half of the context at most, and then the prompt is cut.
+    # Cut the output first, but not below half of the context; then cut the prompt.
     output = min(output, max(limit // 2, limit - prompt))
     return min(prompt, limit - output), output
 
@@ -306,7 +308,7 @@ def _synthetic(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def _translation(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
-    """Prompts that share a prefix, the instruction and examples, before their sentences."""
+    """Prompts of a shared prefix (instruction and examples) and a sentence each."""
     context = _context(config, vocabulary)
     prefix_tokens = max(1, PREFIX_TOKENS[config.num_shots] // config.length_divisor)
     if context < prefix_tokens + 2:
@@ -336,7 +338,7 @@ def _chatbot(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
 
 
 def _context(config: WorkloadConfig, vocabulary: Vocabulary) -> int:
-    """The tokens of the longest synthetic sequence."""
+    """Tokens of the longest synthetic sequence."""
     return min(PAPER_CONTEXT // config.length_divisor, vocabulary.max_model_len)
 
 

@@ -29,7 +29,7 @@ class PromptFlags(Flags):
 
 
 def lines(wanted: Sequence[str], seed: int) -> list[str]:
-    """JSON lines of the wanted prompts, shuffled. Raises ValueError for what cannot be made."""
+    """JSON lines of the wanted prompts, shuffled. Raises ValueError for an invalid spec."""
     entries = []
     for spec in wanted:
         task, *numbers = spec.split(":")
