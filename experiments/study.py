@@ -280,8 +280,9 @@ class Study[F: Flags, R]:
         paper, within = self.paper.get(name), None
         if paper is not None and here is not None:
             least, most = paper if isinstance(paper, tuple) else (paper, paper)
-            slack = self.tolerance * abs(most)
-            within = bool(least - slack <= here <= most + slack)
+            within = bool(
+                least - self.tolerance * abs(least) <= here <= most + self.tolerance * abs(most)
+            )
         return {"name": name, "here": here, "paper": paper, "within_tolerance": within}
 
     def _plot(self, flags: F, rows: Sequence[R], path: Path, report: Mapping[str, Any]) -> None:

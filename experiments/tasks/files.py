@@ -60,6 +60,7 @@ def read_problems(
     """
     problems: dict[tuple[str, int], list[TaskPrompt]] = {}
     for path in paths:
+        empty = True
         for number, line in enumerate(read_lines(path), 1):
             if not line.strip():
                 continue
@@ -74,7 +75,8 @@ def read_problems(
                 )
             context = 1 << (length - 1).bit_length()
             problems.setdefault((problem.task, context), []).append(problem)
-        if not problems:
+            empty = False
+        if empty:
             raise ValueError(f"{path}: holds no problem")
     return problems
 

@@ -199,6 +199,8 @@ def test_problems_of_files(tmp_path):
     ],
 )
 def test_files_that_hold_no_problems_are_refused(tmp_path, line, message):
-    (tmp_path / "p.jsonl").write_text(line)
+    good, bad = tmp_path / "good.jsonl", tmp_path / "p.jsonl"
+    good.write_text('{"prompt": "a", "answer": "b"}')
+    bad.write_text(line)
     with pytest.raises(ValueError, match=message):
-        files.read_problems([str(tmp_path / "p.jsonl")], load_tokenizer(BUNDLED), 20, 512)
+        files.read_problems([str(good), str(bad)], load_tokenizer(BUNDLED), 20, 512)

@@ -88,7 +88,14 @@ def test_a_report_has_values_beside_the_papers_and_a_verdict(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "paper, within",
-    [(8.0, False), (8.5, True), ((8.0, 8.5), True), ((9.5, 12.0), True), (11, False)],
+    [
+        (8.0, False),
+        (8.5, True),
+        ((8.0, 8.5), True),
+        ((9.5, 12.0), True),
+        ((11, 30.0), False),
+        (11, False),
+    ],
 )
 def test_a_value_is_within_tolerance_of_a_number_or_a_range(paper, within):
     found = replace(STUDY, paper={"largest": paper}).report(ToyFlags(), [Row(1, 1.0), Row(3, 9.0)])

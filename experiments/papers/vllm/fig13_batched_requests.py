@@ -182,7 +182,7 @@ STUDY = Study(
     table=table,
     tolerance=TOLERANCE,
     quick={"sharegpt_s": 600.0, "alpaca_s": 60.0},
-    minutes=(1, 4),
+    minutes=(1, 8),
     size=(10, 3.6),
 )
 
