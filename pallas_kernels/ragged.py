@@ -14,8 +14,10 @@ MOST_COMPARED = 2**24
 class Tiles(NamedTuple):
     """Tiles of rows, [n] int32 each.
 
-    run: of each tile. base: its first row. lo, hi: rows lo to hi - 1 of the tile are the run's own.
-    live: [n] bool, whether there is such a tile; the others may hold anything.
+    run: the run of each tile.
+    base: the tile's first row.
+    lo, hi: rows lo to hi - 1 of the tile belong to the run.
+    live: [n] bool, whether the tile is used; unused tiles may hold anything.
     """
 
     run: jax.Array
@@ -26,8 +28,8 @@ class Tiles(NamedTuple):
 
 
 def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
-    """Tiles of `rows` rows for runs of rows begin to end - 1 [S], in an array of T rows that no
-    tile leaves. T: a multiple of `ALIGNMENT`. most_runs: that are not empty."""
+    """Tiles of `rows` rows for runs of rows begin to end - 1 [S]. All tiles lie inside an array of
+    T rows. T: a multiple of `ALIGNMENT`. most_runs: the most runs that are not empty."""
     aligned = begin // ALIGNMENT * ALIGNMENT
     counts = jnp.where(end > begin, (end - aligned + rows - 1) // rows, 0)
     ends = jnp.cumsum(counts)
