@@ -19,7 +19,7 @@ class Run(NamedTuple):
     width: int
 
     def column(self, number):
-        """The columns of pages `number`, an array; numbers beyond the table give the last column."""
+        """The columns of pages `number`, an array. Numbers are clipped to the table's pages."""
         return self.first + self.step * number.clip(0, self.width - 1)
 
     def number(self, column):

@@ -101,7 +101,7 @@ class Program:
             yield from ops.values()
 
     def kernels(self) -> list[Op]:
-        """The instructions that the main computation runs on the device. A loop or branch is one."""
+        """The instructions of the main computation that run on the device. A loop counts as one."""
         return [op for op in self.entry.values() if op.opcode not in FREE]
 
     def kind(self, kernel: Op) -> str:

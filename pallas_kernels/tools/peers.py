@@ -47,7 +47,7 @@ def compile_peer(target: str, op: str, spec: str, peer: str) -> PeerReport:
 
 def columns(kernel: Kernel) -> list[str]:
     """Columns for a loop over tiles: KB in flight and needed, instructions and barriers of a warp
-    that multiplies and of one that fetches, the limiting resource, and the share that is reached."""
+    that multiplies and of one that fetches, the limiting resource, and the share of its rate."""
     loop, found, fetching = kernel.loop, kernel.prediction, kernel.fetching
     assert loop is not None and found is not None
     both = [loop, fetching] if fetching else [loop]
