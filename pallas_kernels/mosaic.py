@@ -228,7 +228,7 @@ def mma(acc, a, b):
 
 def store(ref, x) -> None:
     """Store registers of any layout to global memory."""
-    if hasattr(plgpu, "store"):  # JAX 0.12, which refuses to assign such a layout.
+    if hasattr(plgpu, "store"):  # JAX 0.12 refuses to assign some layouts.
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x

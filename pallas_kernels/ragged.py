@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
-# Most (row, place) pairs that a plan compares in one launch: a CPU keeps them all in memory. With
-# more of them the plan takes a binary search.
+ALIGNMENT = 8  # A TMA starts at a multiple of these rows, the rows of a swizzled tile.
+# The most (row, place) pairs that a plan compares in one launch, because a CPU keeps all pairs in
+# memory. With more pairs the plan takes a binary search.
 MOST_COMPARED = 2**24
 
 
@@ -43,7 +43,7 @@ def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
 
 
 def row_at(ends, places):
-    """For each of `places` the first row that ends after it. ends: where the rows end."""
+    """For each of `places`, the first row that ends after it. ends: the rows' ends, ascending."""
     few = len(ends) * len(places) <= MOST_COMPARED
     method = "compare_all" if few else "scan_unrolled"
     return jnp.searchsorted(ends, places, side="right", method=method)

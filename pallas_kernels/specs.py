@@ -114,7 +114,7 @@ class Spec:
         return jax.eval_shape(self.arguments, jax.random.key(0))
 
     def drawn_indices(self) -> dict[str, jax.Array]:
-        """The arrays `indices` of the first draw, without the memory for the others."""
+        """The arrays `indices` of the first draw. No memory is used for all other arrays."""
         draw = jax.jit(lambda key: {name: self.arguments(key)[name] for name in self.indices})
         return draw(jax.random.key(0))
 

@@ -63,8 +63,8 @@ class Ring:
 
 
 def drain(end, *rings: Ring) -> None:
-    """Producer: wait until the last fillings, up to `end` - 1, have been read. No barrier may end
-    with pending arrivals. All `rings` have the same `begin` and `slots`."""
+    """Producer: wait until the last fillings, up to `end` - 1, have been read, because no barrier
+    may end with pending arrivals. All `rings` have the same `begin` and `slots`."""
     first, *_ = rings
 
     def wait(number, _):

@@ -83,7 +83,7 @@ def launch(
 ):  # fmt: skip
     """Run a decode kernel over a schedule, then the merge of rows that have several items.
 
-    body: the kernel, body(Inputs, Outputs, **scratch).
+    body: the kernel, called as `body(Inputs, Outputs, **scratch)`.
     write: copies a row's attention to the output, as `write_row` does, through shared memory of the
         type `row_s`.
     scores: the shapes of the kernel's additional float32 results.

@@ -3,8 +3,8 @@
 A tile of queries is the part of a chunk that lies in one page. Its list has one entry for each page
 of keys that the tile attends to; all other pages are skipped. The last entry is the tile's own page
 and needs the causal mask; every query sees all tokens of the other entries. So dense attention runs
-a tile as a chunk, with the list as a shorter block table. `BlockLists` depend on positions alone:
-those of a step serve all layers.
+a tile as a chunk, with the list as a shorter block table. `BlockLists` depend on positions alone,
+so all layers of a step share them.
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ def streaming_blocks(query_blocks, sink: int, local: int):
     query_blocks: [...] int32, pages of queries. sink: how many first pages are kept. local: how
     many pages are kept before the query's own.
 
-    Returns the list [..., sink + local + 1] int32, whose entries beyond its length may be anything,
-    and its length [...]. A page is kept if `page < sink or page >= query_block - local`, which is
-    the same for every cut of a prompt into chunks.
+    Returns the list [..., sink + local + 1] int32 and its length [...]; entries beyond the length
+    may be anything. A page is kept if `page < sink or page >= query_block - local`. This does not
+    depend on how a prompt is cut into chunks.
     """
     skipped = jnp.maximum(query_blocks - local - sink, 0)
     entry = jnp.arange(sink + local + 1, dtype=jnp.int32)

@@ -38,7 +38,7 @@ def sgmv(
     schedule: SgmvSchedule | None = None,
     implementation: str | None = None,
 ):
-    """What LoRA adds to a projection, x·A·B with the adapter of each token's segment (Punica §4).
+    """LoRA's addend to a projection, x·A·B with the adapter of each token's segment (Punica §4).
 
     x:        [T, I] inputs of the projection.
     a, b:     [L, N, 16, I] and [L, N, 16, O] pools of rank pages, for all layers of one projection.
@@ -92,7 +92,7 @@ def sgmv_shrink(
     """The first half of `sgmv`, v = x·A: [T, Q * 16] in `v_dtype`, or in x's dtype if it is None.
 
     Columns 16q to 16q + 15 are the product with the q-th page of the token's adapter, and zeros
-    where the adapter has fewer pages. Arguments and errors are those of `sgmv`.
+    where the adapter has fewer pages. Arguments and errors are as in `sgmv`.
     """
     found = _check(
         segments, rank_pages_AxQ, num_rank_pages_A, x=(x_TxI, "T I"), a=(a_LxNx16xI, "L N 16 I")
@@ -120,8 +120,8 @@ def sgmv_expand(
 ):
     """The second half of `sgmv`, v·B: [T, O] in `dtype`, or in v's dtype if it is None.
 
-    v: [T, Q * 16] as `sgmv_shrink` returns it; columns of pages that an adapter does not have are
-    ignored. The other arguments and the errors are those of `sgmv`.
+    v: [T, Q * 16] from `sgmv_shrink`; columns of pages that an adapter does not have are ignored.
+    All other arguments and the errors are as in `sgmv`.
     """
     found = _check(
         segments, rank_pages_AxQ, num_rank_pages_A, b=(b_LxNx16xO, "L N 16 O"),

@@ -29,7 +29,7 @@ class Segments:
 
 
 def slot_of_tokens(segments: Segments, T: int):
-    """The adapter slot of each token [T], and whether it has one [T]."""
+    """The adapter slot of each token [T], and whether the token has an adapter [T]."""
     token, run = jnp.arange(T)[:, None], jnp.arange(segments.slots.shape[0])
     inside = (token >= segments.starts) & (token < segments.ends) & (run < segments.count[0])
     return segments.slots[jnp.argmax(inside, 1)], inside.any(1)

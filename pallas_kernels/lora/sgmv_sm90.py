@@ -35,7 +35,7 @@ STAGES = 6  # Tiles that a thread block of shrink has in flight.
 WAVES = 4  # Thread blocks of shrink, as a multiple of the number of multiprocessors.
 MIN_STEPS = 2  # The fewest steps of a thread block of shrink.
 TILES = 256, 128  # Output columns of a thread block of expand: the first number that fits.
-MOST_HELD = 512  # The most of them, times pages, in shared memory; TILES[-1] may exceed it.
+MOST_HELD = 512  # The most output columns times pages in it; TILES[-1] may exceed this.
 PART = 64  # Output columns that tensor cores compute at once: more need too many registers.
 MOST_PAGES = 8  # The most rank pages of an adapter that expand holds in shared memory.
 

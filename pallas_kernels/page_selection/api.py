@@ -127,8 +127,8 @@ def select_pages(
     q: [R, G, D]; a row is a sequence's KV head with all of its query heads, or one query head.
     statistics: [N, C, 2D].
     tables: [R, M] int32 page ids in token order.
-    num_pages: [R] int32 pages of the row with tokens. The last of them is not scored: attention
-        always reads it.
+    num_pages: [R] int32 pages of the row with tokens. The last page is not scored, because
+        attention always reads it.
     count: the number of selected pages; a row that selects must have more pages.
     selects: [R] bool, which rows select; None means all. Other rows cost no work.
     schedule: `plan_selection` of these rows, made for all layers; None makes one for this call.

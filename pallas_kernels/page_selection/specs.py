@@ -98,7 +98,8 @@ def write(
     dtype="bfloat16",
 ) -> Spec:  # fmt: skip
     """Chunks of `counts` tokens that begin anywhere in pages of their own, then a token of padding.
-    The second half of the heads streams, and has no statistics. Chunks of one token are decoded."""
+    The second half of the heads streams, and has no statistics. With chunks of one token the call
+    is a decode step's."""
     (K, D), T, C = (heads.K, heads.D), sum(counts) + 1, page_size // LOGICAL
     places = num_pages * page_size
 

@@ -11,13 +11,12 @@ each, and a third one fetches. As in FlashAttention, an item goes over the visib
                           p' = exp2(s' - max);  acc = acc * decay
 
 The two computing warpgroups take turns: while one's products are under way, the other computes its
-softmax.
-Few long items are split, and a second kernel merges their partial results.
+softmax. Long items are split, and a second kernel merges their partial results.
 
 Floor: 4 * D FLOPs per head for each visible pair of query and key, at the tensor cores' 16-bit
 rate; or q, the output, and every visible key and value moved once, at the memory's rate. The kernel
-does more than that in tiles on the diagonal, a part of which is masked, and in a sequence's last
-tile, some rows of which are unused.
+does more work in tiles on the diagonal, which are masked in part, and in a sequence's last tile, in
+which some rows are unused.
 """
 
 from dataclasses import replace

@@ -143,9 +143,9 @@ def _named(default: Attention) -> dict[str, Attention]:
 
 
 def _lserve(heads: Heads, sequences: int) -> Attention:
-    """LServe's decode: a row for each KV head, whose table has room for 64k tokens. The first half
-    of a sequence's heads is dense and reads 64 selected pages, the other half streams and reads 128
-    + 256 tokens, and both read 33 tokens of their newest page."""
+    """LServe's decode: a row for each KV head, with a table for 64k tokens. The first half of a
+    sequence's heads is dense and reads 63 selected pages. The second half streams and reads 128 +
+    256 tokens. Both also read 33 tokens of their newest page."""
     each, of_dense, of_streaming = heads.K // 2, 63 * 64 + 33, 128 + 256 + 33
     return Attention(
         Heads(heads.H // heads.K, 1, heads.D), sequences * heads.K, context=64 * 1024, page_size=64,
@@ -178,7 +178,7 @@ QUANTISED_SHAPES = {
         "bundled": Attention(HEADS["bundled"], dtype="float16"),
     }.items()
 }
-# Small chunks after long histories, beside the others.
+# Prefill of whole prompts, and of small chunks after long histories.
 PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)) | {
     "llama-3-8b-chunks": Attention(_LLAMA, sequences=4, context=4096, chunk=512, ragged=True),
     "llama-3-8b-128-of-32k": Attention(_LLAMA, sequences=1, context=32 * 1024, chunk=128),

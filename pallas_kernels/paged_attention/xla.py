@@ -4,9 +4,9 @@ Work and memory traffic depend on the real lengths, not on the width M of the ta
 compiled program serves every context length.
 
 The sizes below are a compromise. An iteration costs about 30 µs on a CPU before it reads anything,
-so it should read much. What it gathers should stay in the cores' caches until it is used, and what
-it gathers beyond the lengths is wasted. Of 16 to 64 tokens per chunk and 0.5 to 2 MB per iteration,
-these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
+so it should read much. But gathered tokens should stay in the cores' caches until they are used,
+and tokens gathered beyond the lengths are wasted. Of 16 to 64 tokens per chunk and 0.5 to 2 MB per
+iteration, these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
 """
 
 import jax
@@ -126,7 +126,7 @@ def decode(
     pages = max(1, DECODE_CHUNK // P)
     tokens = min(DECODE_BYTES // (K * D * k_pages.dtype.itemsize), S * DECODE_TOKENS_PER_SEQUENCE)
     # The chunks of all sequences, one sequence after the other, form one list. An iteration takes W
-    # of them, so short sequences do not wait for long ones.
+    # chunks, so short sequences do not wait for long ones.
     W = max(1, tokens // (pages * P))
     q_SxKxGxD = q.reshape(S, K, H // K, D)
     skips = first is not None or sliding_window is not None

@@ -54,7 +54,7 @@ def mixed_precision_attention(
     single:   columns of the highest of three precisions alone (§5.3); 0 with two precisions.
     scale:    multiplies q·k; None means D ** -0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
-    oldest:   [S] int32. Only tokens whose position in the page is at least `oldest` are read; None
+    oldest:   [S] int32. Only tokens with a stored position of at least `oldest` are read; None
               means 0. The kernel does not support it.
     schedule: `plan_mixed_decode` of these counts; None makes one.
 

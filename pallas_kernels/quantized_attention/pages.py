@@ -12,10 +12,10 @@ rows are tokens.
 
 Keys may have scales and zero points by channel, one for each group of t tokens (KIVI,
 arXiv:2402.02750). Such a page holds whole groups. A group has, channel by channel, the codes of its
-t tokens, in the layout of t channels of a token. It has a word of scale and zero point for each
-channel: as many words as one for every t channels of every token. If `scored` is false, the
-sections of scores and positions are empty. Keys and values of few bits may have outliers, whose
-words follow a token's scales (quantization/outliers.py).
+t tokens, in the layout of t channels of a token. For each channel it has a word of scale and zero
+point, which is D / t words per token. If `scored` is false, the sections of scores and positions
+are empty. Keys and values of few bits may have outliers; their words follow a token's scales
+(quantization/outliers.py).
 
 The number of tokens of a page follows from its words and its format. Attention reads a page's words
 once, and only the format defines their meaning.

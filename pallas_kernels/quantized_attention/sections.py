@@ -125,7 +125,7 @@ def schedule_of(
 
 def views_of(pools, sections):
     """Views [N, rows, C] of the pools, one for each number C of words of a token's codes, and each
-    view's index in (*pools, *views), by (pool, C). Pages stay an axis: a large pool has more rows
+    view's index in `(*pools, *views)`, by (pool, C). Pages stay an axis: a large pool has more rows
     than an int32 counts."""
     views: list[jnp.ndarray] = []
     places: dict[tuple[int, int], int] = {}

@@ -88,7 +88,7 @@ def make(shapes: Mixed) -> Spec:
         }
 
     def read(tokens) -> int:
-        """Bytes of the keys and values of so many tokens in each precision."""
+        """Bytes of the keys and values of `tokens` tokens in each precision."""
         each = [format.keys.token_bytes + format.values.token_bytes for format in formats]
         return sum(count * size for count, size in zip(tokens, each))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Balance:
-    """A place runs one thread block at a time; the GPU has as many as blocks run concurrently.
+    """The balance of a schedule. A place runs one thread block after another, beside other places.
 
     blocks: thread blocks.
     idle: the share of thread blocks without a tile.

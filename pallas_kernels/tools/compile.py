@@ -7,8 +7,8 @@ tables:
 
 - the compiler's report: the registers of a thread, the bytes that spill, the threads and the shared
   memory of a thread block, the thread blocks that fit a multiprocessor, the numbers of tensor-core
-  and TMA instructions, what the op launches, the temporary memory, and which part of the donated
-  arrays is written in place;
+  and TMA instructions, the number of the op's launches, the temporary memory, and the share of the
+  donated arrays that is written in place;
 - for each loop over tiles: the bytes under way, and the bytes that Little's law requires;
   instructions and barriers a tile; the resource that limits the loop; the share of the memory's
   bandwidth or of the tensor cores' rate that it can reach, as a range; how evenly the schedule
@@ -55,7 +55,7 @@ def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
     signal.alarm(MOST_SECONDS)
     try:
         return _compile(target, op, spec, implementation)
-    except Exception as error:  # One kernel's trouble must not hide the others' reports.
+    except Exception as error:  # One kernel's error must not hide all other reports.
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Report(target, op, spec, implementation, problem=problem)
     finally:

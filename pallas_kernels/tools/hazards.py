@@ -13,8 +13,8 @@ below. A kernel that breaks a rule races or hangs on a GPU, or reads zeros.
   int32 too. With the largest pools that a GPU holds, each axis of an array that a kernel reads or
   writes is shorter than 2**31. Offsets in bytes are computed by Mosaic, in 64 bits.
 - Barriers: every kernel has Mosaic's automatic ones (no `unsafe_no_auto_barriers`). Within a
-  warpgroup only these order a warp's stores to shared memory before another warp's loads, or before
-  TMA copies that the other warp starts; the barriers that kernels name order warpgroups.
+  warpgroup only these order a warp's accesses to shared memory with another warp's accesses, and
+  with the TMA copies that the other warp starts. The barriers that kernels name order warpgroups.
 
 The check follows each warpgroup by its number: if the number decides a condition, only the taken
 branch counts. Every reduction counts as one across warps, except over the last of several axes,
@@ -198,7 +198,10 @@ def _by_warpgroup(call) -> list[list]:
 
 
 def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
-    """values: known numbers by variable, extended on the way. axes: known axis indices by name."""
+    """The equations that may be reached, with `roots` and `values`.
+
+    values: known numbers by variable, extended in place. axes: known axis indices by name.
+    """
     for eqn in jaxpr.eqns:
         yield eqn, roots, values
         name, subs = eqn.primitive.name, bodies(eqn)

@@ -30,7 +30,7 @@ LAUNCH_S = 1.5e-6  # from the end of a kernel to the start of the next
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Quantities that others' measurements leave open.
+    """Quantities that published measurements leave open.
 
     read_share: share of the nominal bandwidth that reads reach.
     clock_share: share of the data sheet's clock at which busy tensor cores keep within the power
@@ -61,7 +61,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Thread blocks that a multiprocessor holds at a time, and what keeps it from more."""
+    """Thread blocks that a multiprocessor holds at a time, and the resource that limits them."""
 
     blocks: int
     bound: str

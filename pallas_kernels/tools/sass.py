@@ -88,7 +88,7 @@ def loops(text: str) -> tuple[Loop | None, Loop | None]:
         if not any(header == loop[0] for header, _ in multiplying)
     ]
     return (
-        # The code of masked tiles may be a loop of its own: the other one is shorter.
+        # Masked tiles may have a loop of their own. The loop without masks is shorter.
         min(products, key=lambda loop: (-loop.flops, loop.instructions), default=None),
         min(
             (loop for loop in copies if not loop.products),

@@ -201,7 +201,7 @@ class _Checker:
                 (body,) = subs
                 inner = inner_roots(eqn, body, roots)
                 again = {b: f for b, f in self._filled.items() if self._fill_depth[b] > depth}
-                # Two passes, because an iteration begins with what the one before left unfinished.
+                # Two passes, because an iteration begins with the last one's unfinished operations.
                 for _ in range(2):
                     start = state.join(_State(again))
                     state = state.join(self._run(body, inner, start, depth + 1))
