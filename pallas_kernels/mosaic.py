@@ -165,7 +165,7 @@ def product_but(newer: int, acc_ref):
 
 
 def reduction_scratch(columns: int, warpgroups: int):
-    """Scratch memory for each of `warpgroups` warpgroups to call `reduced_rows` on `columns`."""
+    """Scratch memory of `reduced_rows` over `columns` columns, for each of several warpgroups."""
     # For each column, each of four warps stores a number for each of eight lanes.
     return plgpu.SMEM((warpgroups, 4 * 8 * columns), jnp.float32)
 

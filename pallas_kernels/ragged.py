@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-ALIGNMENT = 8  # A TMA starts at a multiple of these rows, the rows of a swizzled tile.
+ALIGNMENT = 8  # The rows of a swizzled tile. A TMA starts at a multiple of 8 rows.
 # The most (row, place) pairs that a plan compares in one launch, because a CPU keeps all pairs in
 # memory. With more pairs the plan takes a binary search.
 MOST_COMPARED = 2**24

@@ -21,8 +21,8 @@ def refusal(k) -> str | None:
 
 
 def write(statistics, k, slots, runs, *, logical):
-    """A thread block for each run and head. It reads the keys of a whole logical page at once;
-    beyond the run it reads the run's last key again, which changes no extreme."""
+    """A thread block for each run and head. It reads as many keys at once as a run can have; beyond
+    its own run it reads the run's last key again, which changes no extreme."""
     N, C, _ = statistics.shape
     T, K, D = k.shape
     if runs is None:
