@@ -1,4 +1,4 @@
-"""The check of arguments that all ops share. It runs while a call is traced, before any work."""
+"""Argument checks that all ops share. They run while a call is traced, before any work."""
 
 import re
 from typing import Any
@@ -31,7 +31,7 @@ def sizes(empty: bool = True, **arrays: tuple[Any, str]) -> dict[str, int]:
 
 
 def _size(axis: str, found: dict[str, int]) -> int | str:
-    """The size of an axis such as 2D or S+1, or its name if that of its letter is not found."""
+    """The size of an axis such as 2D or S+1, or the axis itself if `found` lacks its letter."""
     parts = re.fullmatch(r"(\d*)([A-Z]?)(?:\+(\d+))?", axis)
     assert parts, axis
     factor, letter, more = parts.groups()
@@ -59,7 +59,7 @@ def check_schedule(schedule: Any, kind: type) -> None:
 
 
 def integers(**arrays) -> tuple[jax.Array, ...]:
-    """Arrays of int32, of NumPy arrays and of other integers too."""
+    """The arrays as JAX arrays of int32. Raises ValueError for arrays that are not of integers."""
     for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} must be integers, not {x.dtype}")

@@ -28,7 +28,7 @@ _described_gpu: contextvars.ContextVar[GPU | None] = contextvars.ContextVar("gpu
 
 @contextlib.contextmanager
 def compiling_for(gpu: GPU) -> Iterator[None]:
-    """Functions traced in this context are made for `gpu`, which this machine need not have."""
+    """Functions traced in this context are compiled for `gpu`, which need not be present."""
     token = _described_gpu.set(gpu)
     try:
         yield
@@ -61,10 +61,10 @@ def choose(
 ) -> Callable:
     """The implementation of `op` to run.
 
-    implementations: those of the op, by name.
+    implementations: all implementations of the op, by name.
     implementation: the name of the one to run; without a GPU, kernels run in Pallas's interpreter.
         None chooses 'mosaic_gpu' on a Hopper GPU if it can run the arguments, and otherwise 'xla';
-        on other GPUs the log says once for each op what that costs.
+        on other GPUs a warning, logged once for each op, states the cost.
     refusal: why 'mosaic_gpu' cannot run the arguments, or None if it can.
 
     Raises ValueError if the op has no implementation of that name, or if that implementation cannot
@@ -107,7 +107,7 @@ def choose(
 
 
 def runs_kernels(implementation: str | None) -> bool:
-    """Whether `choose` may give a kernel for this name, or for None by the rule."""
+    """Whether `choose` may return a kernel for this name; None means the default choice."""
     if implementation is not None:
         return implementation in MADE_FOR
     gpu = current_gpu()

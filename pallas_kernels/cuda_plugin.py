@@ -13,7 +13,7 @@ def run_without_gpu() -> None:
     """Let JAX start on the CPU where its CUDA plugin is installed but there is no GPU.
 
     This must run before JAX looks for devices, so it runs when `pallas_kernels` is imported. The
-    plugin asks CUDA's libraries for their versions. Without a GPU driver one of these libraries
+    plugin queries the versions of CUDA's libraries. Without a GPU driver one of these libraries
     crashes the process; where the libraries are missing, the plugin prints a traceback first.
     """
     if importlib.util.find_spec("jax_cuda13_plugin") is None or SKIP_CHECK in os.environ:

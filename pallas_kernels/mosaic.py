@@ -1,4 +1,4 @@
-"""Pallas's Mosaic GPU backend. All imports that are private or depend on the version are here."""
+"""Pallas's Mosaic GPU backend, with all imports that are private or depend on JAX's version."""
 
 import contextlib
 import contextvars
@@ -47,8 +47,8 @@ def kernel(
 ) -> Callable:  # fmt: skip
     """`plgpu.kernel` with this library's compiler parameters, interpreted where there is no GPU.
 
-    Operands, outputs and scratch memory may be pytrees: `body` gets references in their place,
-    those of scratch memory by name.
+    Operands, outputs and scratch memory may be pytrees. `body` gets the same trees of references,
+    scratch memory as keyword arguments.
     """
     params = plgpu.CompilerParams(approx_math=True)
     interpret = plgpu.InterpretGPUParams() if backend.current_gpu() is None else None
@@ -69,7 +69,7 @@ def kernel(
             body(*jax.tree.unflatten(tree, refs[: ends[0]]), *outs, **found)
 
         run.__name__ = name
-        # With 64 bits a Python number would be no partner of the kernel's own ones.
+        # With 64 bits, Python numbers would not match the dtypes of the kernel's own numbers.
         with jax.enable_x64(False):
             results = plgpu.kernel(
                 run, out_type=tuple(out_types), scratch_types=scratch_types, compiler_params=params,
@@ -85,10 +85,10 @@ def kernel(
 def interpreting() -> Iterator[Callable[[], bool]]:
     """Kernels traced inside run in the GPU interpreter, with its race detector.
 
-    Yields a function that tells whether any kernel that ran had a race.
+    Yields a function that returns whether any kernel that ran had a race.
     """
     token = _interpreting.set(True)
-    # The interpreter itself remembers only those of the last kernel.
+    # The interpreter itself keeps only the races of the last kernel.
     detector, of_kernels = gpu_callbacks.GPURaceDetectionState, []
 
     def remembered(*arguments, **options):
@@ -143,7 +143,7 @@ def product_of_registers(shape, a, b):
 
 
 def multiply_add(value, a, b, meanwhile: Callable):
-    """(value + a·b, what `meanwhile` gives), where `meanwhile` runs during the product.
+    """(value + a·b, meanwhile()), where `meanwhile` runs during the product.
 
     The interpreter cannot begin a product with a value, so there the sum is taken afterwards.
     """
@@ -160,14 +160,13 @@ def multiply_add(value, a, b, meanwhile: Callable):
 
 
 def product_but(newer: int, acc_ref):
-    """A product that has begun before the latest `newer` ones, once it has ended."""
+    """The value of a product's accumulator, once at most the latest `newer` products still run."""
     return wgmma_accumulator_load(acc_ref, wait_n=newer)
 
 
 def reduction_scratch(columns: int, warpgroups: int):
-    """Shared memory through which each of `warpgroups` computing warpgroups can take `reduced_rows`
-    of `columns` columns."""
-    # Of each column the warps leave a number for each of eight lanes.
+    """Scratch memory of `reduced_rows` over `columns` columns, for each of several warpgroups."""
+    # For each column, each of four warps stores a number for each of eight lanes.
     return plgpu.SMEM((warpgroups, 4 * 8 * columns), jnp.float32)
 
 
@@ -191,8 +190,9 @@ def reduced_rows(kind: str, x, scratch_ref):
 
 
 def in_runs(first, count, most: int, copy: Callable) -> None:
-    """copy(row, run) for rows `first` to `first + count - 1`, at most 127 and `most`, in runs of
-    powers of two: the length of a TMA is static. Its source in shared memory must not be tiled."""
+    """Call copy(row, run) for rows `first` to `first + count - 1`, in runs of powers of two: the
+    length of a TMA is static. count: at most `most` and 127. The TMA's source in shared memory must
+    not be tiled."""
     row = first
     for run in (64, 32, 16, 8, 4, 2, 1):
         if run <= most:
@@ -201,8 +201,8 @@ def in_runs(first, count, most: int, copy: Callable) -> None:
             row += part
 
 
-# The next four functions serve GPUs before Hopper. The interpreter knows neither cp.async nor mma.
-# In the interpreter a copy ends at once, so it cannot show whether a kernel waits for its copies.
+# The next three functions serve GPUs before Hopper. The interpreter has neither cp.async nor mma. A
+# copy ends at once in it, so it cannot show whether a kernel waits for its copies.
 
 
 def copy_async(source, destination) -> None:
@@ -228,7 +228,7 @@ def mma(acc, a, b):
 
 def store(ref, x) -> None:
     """Store registers of any layout to global memory."""
-    if hasattr(plgpu, "store"):  # JAX 0.12, which refuses to assign such a layout.
+    if hasattr(plgpu, "store"):  # JAX 0.12 refuses to assign some layouts.
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
@@ -247,21 +247,21 @@ def sub_jaxprs(eqn) -> list:
 
 
 def loop_constants(eqn) -> int:
-    """How many of the first operands of a loop's body are the same in all iterations."""
+    """The number of leading operands of a loop's body that are constant over all iterations."""
     if eqn.primitive.name == "while":
         return eqn.params["body_nconsts"]
     return len(jax.tree.leaves(eqn.params["ft_in"][0], is_leaf=lambda x: x is None))
 
 
 def products_left(eqn) -> int | None:
-    """How many products may be under way after an equation that waits for the older ones; None of
-    one that does not wait."""
+    """The most products under way after an equation that waits for older ones; None for an equation
+    that does not wait."""
     name = eqn.primitive.name.removesuffix("_p")  # as JAX 0.11 calls it
     return eqn.params.get({"wgmma_accumulator_deref": "wait_n", "wgmma_wait": "n"}.get(name, ""))
 
 
 def reduces_rows(eqn) -> bool:
-    """Whether an equation is one of `reduced_rows`, of an array and its scratch memory."""
+    """Whether an equation is a `reduced_rows`. Its operands are an array and scratch memory."""
     return eqn.primitive.name.removesuffix("_p") == "inline_mgpu"
 
 
@@ -275,8 +275,8 @@ def is_shared_memory(aval) -> bool:
 
 
 def viewed(eqn, operand: int):
-    """The shape and dtype of what an equation sees of its reference `operand`: that of a copy, or
-    of a product's accumulator and operands. A value in registers is seen whole."""
+    """The shape and dtype of the part of its reference number `operand` that a copy or a product
+    accesses. A value in registers is accessed whole."""
     params, aval = eqn.params, eqn.invars[operand].aval
     names = {
         "copy_gmem_to_smem": ("src_transforms_treedef", "dst_transforms_treedef"),

@@ -5,17 +5,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-ALIGNMENT = 8  # A TMA starts at a multiple of so many rows: those of a swizzled tile.
-# Most (row, place) pairs that a plan compares in one launch: a CPU keeps them all in memory. With
-# more of them the plan takes a binary search.
+ALIGNMENT = 8  # The rows of a swizzled tile. A TMA starts at a multiple of 8 rows.
+# The most (row, place) pairs that a plan compares in one launch, because a CPU keeps all pairs in
+# memory. With more pairs the plan takes a binary search.
 MOST_COMPARED = 2**24
 
 
 class Tiles(NamedTuple):
     """Tiles of rows, [n] int32 each.
 
-    run: of each tile. base: its first row. lo, hi: rows lo to hi - 1 of the tile are the run's own.
-    live: [n] bool, whether there is such a tile; the others may hold anything.
+    run: the run of each tile.
+    base: the tile's first row.
+    lo, hi: rows lo to hi - 1 of the tile belong to the run.
+    live: [n] bool, whether the tile is used; unused tiles may hold anything.
     """
 
     run: jax.Array
@@ -26,8 +28,8 @@ class Tiles(NamedTuple):
 
 
 def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
-    """Tiles of `rows` rows for runs of rows begin to end - 1 [S], in an array of T rows that no
-    tile leaves. T: a multiple of `ALIGNMENT`. most_runs: that are not empty."""
+    """Tiles of `rows` rows for runs of rows begin to end - 1 [S]. All tiles lie inside an array of
+    T rows. T: a multiple of `ALIGNMENT`. most_runs: the most runs that are not empty."""
     aligned = begin // ALIGNMENT * ALIGNMENT
     counts = jnp.where(end > begin, (end - aligned + rows - 1) // rows, 0)
     ends = jnp.cumsum(counts)
@@ -41,7 +43,7 @@ def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
 
 
 def row_at(ends, places):
-    """For each of `places` the first row that ends after it. ends: where the rows end."""
+    """For each of `places`, the first row that ends after it. ends: the rows' ends, ascending."""
     few = len(ends) * len(places) <= MOST_COMPARED
     method = "compare_all" if few else "scan_unrolled"
     return jnp.searchsorted(ends, places, side="right", method=method)

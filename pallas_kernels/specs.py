@@ -1,7 +1,7 @@
-"""An op as tools know it: its implementations, and named arguments in real models' shapes.
+"""Descriptions of ops for tools: implementations, and named arguments in real models' shapes.
 
 Tests, ahead-of-time compilation and benchmarks share them. A spec holds no arrays: its function
-`arguments` draws them, and `Spec.shapes` gives only their shapes.
+`arguments` draws them, and `Spec.shapes` returns only their shapes.
 """
 
 import math
@@ -48,7 +48,7 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What no implementation can do without: bytes of memory read and written, and FLOPs."""
+    """The least that any implementation needs: bytes of memory read and written, and FLOPs."""
 
     bytes: int
     flops: int = 0
@@ -56,7 +56,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do at best. dispatch_s: seconds to start a program and wait for it."""
+    """The best rates of a machine. dispatch_s: seconds to start a program and wait for it."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -64,8 +64,8 @@ class Rates:
 
     @classmethod
     def best(cls, measured: Mapping[str, float]) -> "Rates":
-        """The fastest of several measurements of each kind, which the ends of their names tell:
-        a floor must not rest on a slow program."""
+        """The fastest of several measurements of each kind, because a floor must not rest on a slow
+        program. The kind is the end of a measurement's name."""
         bytes_per_s, flops_per_s = (
             max(rate for name, rate in measured.items() if name.endswith(kind))
             for kind in ("bytes_per_s", "flops_per_s")
@@ -73,7 +73,8 @@ class Rates:
         return cls(bytes_per_s, flops_per_s, measured.get("dispatch_s", 0.0))
 
     def floor_s(self, cost: Cost, dispatches: float = 1.0) -> float:
-        """Seconds; dispatches: programs that are started, a fraction if one runs several steps."""
+        """The least seconds for a cost. dispatches: started programs, a fraction if one program
+        runs several steps."""
         longer = max(cost.bytes / self.bytes_per_s, cost.flops / self.flops_per_s)
         return longer + dispatches * self.dispatch_s
 
@@ -87,14 +88,14 @@ class Spec:
     cost: the cost of a call with such arrays.
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
-    indices: the names of the arrays that `cost`, `plan` and `balance` look at.
-    plan: what is made once for all layers of a step, as keywords of the call: from the arrays
-        `indices` and the name of the implementation, or None.
-    balance: of the schedule that `plan` makes, given that and the arrays `indices` by name.
-    most_pages: of a pool, which the op accepts; None for any number.
-    defined: of a call's arguments and results, those results that are not arbitrary.
-    compare: of a call's arguments and its `defined` results, their errors, and the largest share
-        of its tolerance that any of them has. Without it results must equal `reference`.
+    indices: the names of the arrays that `cost`, `plan` and `balance` need.
+    plan: (arrays `indices`, name of the implementation) -> keywords of the call that are made once
+        for all layers of a step. None if there are none.
+    balance: (schedule from `plan`, arrays `indices` by name) -> balance of the schedule.
+    most_pages: the most pages of a pool that the op accepts; None for any number.
+    defined: (arguments, results) -> the results that are not arbitrary.
+    compare: (arguments, `defined` results) -> errors, and the largest error as a share of its
+        tolerance. If `compare` is None, results must equal `reference`.
     """
 
     op: Callable
@@ -113,7 +114,7 @@ class Spec:
         return jax.eval_shape(self.arguments, jax.random.key(0))
 
     def drawn_indices(self) -> dict[str, jax.Array]:
-        """The arrays `indices` of the first draw, without the memory for the others."""
+        """The arrays `indices` of the first draw. No memory is used for all other arrays."""
         draw = jax.jit(lambda key: {name: self.arguments(key)[name] for name in self.indices})
         return draw(jax.random.key(0))
 
@@ -124,11 +125,11 @@ class Spec:
         return self.plan({name: arguments[name] for name in self.indices}, implementation)
 
     def results(self, arguments: Arrays, out: Any) -> Results:
-        """The arrays of what a call gave that are not arbitrary."""
+        """The arrays of a call's output `out` that are not arbitrary."""
         return self.defined(arguments, [np.asarray(x) for x in jax.tree.leaves(out)])
 
     def errors(self, arguments: Arrays, found: Results) -> Errors:
-        """Of `results`: absolute errors, and the largest share of its tolerance that any has."""
+        """Absolute errors of `results`, and the largest error as a share of its tolerance."""
         if self.compare is not None:
             return self.compare(arguments, found)
         expected = self.results(arguments, reference(self.op, self.options, arguments))
@@ -139,28 +140,28 @@ class Spec:
 
 
 def reference(op: Callable, options: Mapping[str, Any], arguments: Arrays) -> Any:
-    """What the reference implementation of an op gives."""
+    """The output of an op's reference implementation."""
     return jax.jit(partial(op, implementation="reference", **options))(**arguments)
 
 
 def some[T](named: Mapping[str, T], small: bool) -> Mapping[str, T]:
-    """Named shapes to check: if `small`, those of the bundled model alone."""
+    """Named shapes to check: if `small`, only the shapes of the bundled model."""
     return {"small": named["bundled"]} if small else named
 
 
 def without_padding(arguments: Arrays, results: Results) -> Results:
-    """Of a ragged batch: rows behind the last sequence may hold anything."""
+    """Results of a ragged batch without the rows after the last sequence, which are arbitrary."""
     return [x[: arguments["query_starts"][-1]] for x in results]
 
 
 @dataclass(frozen=True)
 class Gates:
-    """What an op's compiled kernels must keep, beside what every kernel must.
+    """Requirements of an op's compiled kernels, beyond those of every kernel.
 
-    resident: thread blocks that fit a multiprocessor at a time, by the kernel's name; else 1.
-    most_launches: what the op runs on the device; None for any number.
-    balanced: specs whose thread blocks get equal parts of the work on Hopper, and the most bytes of
-        partial results for each byte of keys and values.
+    resident: by kernel, the thread blocks that must fit a multiprocessor at a time; 1 by default.
+    most_launches: the most launches of the op on the device; None for any number.
+    balanced: by spec whose thread blocks must get equal parts of the work on Hopper, the most bytes
+        of partial results for each byte of keys and values.
     """
 
     resident: Mapping[str, int] = field(default_factory=dict)
@@ -170,19 +171,19 @@ class Gates:
 
 @dataclass(frozen=True)
 class Op:
-    """One op, as tools and checks know it.
+    """One op, described for tools and checks.
 
     implementations: by name.
     specs: named arguments, in real models' shapes.
     checked: (small) -> named arguments for which `reference` has the memory and the time; if
         `small`, tiny ones, for the interpreter.
     kernels: the names of the Mosaic kernels that a call launches on Hopper.
-    reused: whether thread blocks read the same operands, which the L2 cache then has.
-    slow_as_xla: specs for which XLA takes as long as many kernels.
-    peers: others' kernels for the shapes of a spec, to be compiled for Hopper: by the names of the
-        spec and of the peer, what gives a function and its arguments.
-    timed_peers: (small) -> by the same names, what gives the seconds of a peer's call on this
-        machine, given what times a function of JAX arrays.
+    reused: whether thread blocks read the same operands, so that the L2 cache holds them.
+    slow_as_xla: specs for which XLA takes as long as many runs of the kernel.
+    peers: other libraries' kernels, to be compiled for Hopper, by the names of the spec and of the
+        peer: (GPU) -> a function and its arguments.
+    timed_peers: (small) -> peers by the same names: (device_seconds) -> seconds of the peer's call
+        on this machine. device_seconds times a function of JAX arrays.
     """
 
     implementations: Mapping[str, Callable]
@@ -215,10 +216,10 @@ class Attention:
     page_size: tokens of a page.
     ragged: whether lengths differ. They are then drawn, and 0, 1 and `page_size` + 1 are among
         them. Otherwise every sequence has `context` tokens.
-    tokens: those of each sequence, where they are neither drawn nor all the same. Tables have room
-        for `context` tokens all the same.
+    tokens: the tokens of each sequence, if they are neither drawn nor all equal. Tables still have
+        room for `context` tokens.
     scores_std: the standard deviation of scores, before a cap.
-    kv_bits: of keys and values; 16 for those of `dtype`, fewer for quantised ones.
+    kv_bits: bits of keys and values: 16 for `dtype`, fewer for quantised pages.
 
     Raises ValueError if `tokens` does not fit the other fields.
     """
@@ -249,12 +250,12 @@ class Attention:
 
     @property
     def format(self) -> KVFormat | None:
-        """Of quantised keys, and of values."""
+        """The format of quantised keys and of quantised values; None if pages are of `dtype`."""
         return KVFormat(self.kv_bits, self.heads.D) if self.kv_bits < 16 else None
 
     @property
     def kv_token_bytes(self) -> int:
-        """Of the keys, or the values, of a token and KV head."""
+        """Bytes of the keys, or of the values, of a token and KV head."""
         if self.format:
             return self.format.token_bytes
         return self.heads.D * jnp.dtype(self.dtype).itemsize
@@ -264,8 +265,8 @@ class Attention:
         return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
 
     def pages(self, key) -> dict[str, jax.Array]:
-        """Pools, and tables that list all pages of the pools in random order. Where sequences have
-        `tokens`, there are no pages beyond these, and the rest of each table names page 0."""
+        """Pools, and tables that list all pages of the pools in random order. With `tokens`, pools
+        have no pages beyond these tokens, and the rest of each table names page 0."""
         K, D = self.heads.K, self.heads.D
         M = -(-self.context // self.page_size)
         held = np.full(self.sequences, M)
@@ -292,8 +293,8 @@ class Attention:
         return QuantizedPages(words, self.format, self.page_size)
 
     def cost(self, visible, read) -> Cost:
-        """Of queries that see `visible` tokens each, an array [queries], where `read` [S] tokens
-        of each sequence are seen by any; of all heads."""
+        """The cost of attention over all heads. visible: [queries], tokens that each query sees.
+        read: [S], tokens of each sequence that any query sees."""
         H, K, D = self.heads.H, self.heads.K, self.heads.D
         size = jnp.dtype(self.dtype).itemsize
         visible, read = np.asarray(visible, np.int64), np.asarray(read, np.int64)

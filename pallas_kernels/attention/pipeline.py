@@ -1,8 +1,8 @@
 """The pipeline of a thread block: a producer fills slots of shared memory ahead of its consumers.
 
 One warpgroup copies, the others compute. Both count fillings, so that they agree on slots without
-talking: the producer waits until consumers have handed a slot back, and consumers until all copies
-into it have ended.
+communication. The producer waits until all consumers have handed a slot back; a consumer waits
+until all copies into the slot have ended.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ from pallas_kernels.mosaic import pl, plgpu
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ring:
-    """Slots that are filled in turn; filling number n, from `begin` on, has slot n - begin modulo
-    `slots`.
+    """Slots of shared memory, filled in turn: filling n has slot offset + (n - begin) % slots.
 
-    filled: barriers of a slot, at which the copies into it arrive.
-    read: barriers of a slot, at which each consumer arrives when it has read it.
+    filled: one barrier per slot, at which the copies into the slot arrive.
+    read: one barrier per slot, at which each consumer arrives after it has read the slot.
+    slots: the number of slots.
+    begin: the number of the first filling.
     offset: the first slot, where several rings share an array.
     """
 
@@ -34,9 +35,9 @@ class Ring:
 
     @classmethod
     def scratch(cls, slots: int, copies: int = 1, consumers: int = 1, lanes: int = 1) -> "Ring":
-        """The barriers of a ring, or of one for each of `lanes`, as scratch memory.
+        """The barriers of one ring per lane, as scratch memory.
 
-        copies: into a slot. consumers: warpgroups that read it.
+        copies: into one slot. consumers: warpgroups that read a slot.
         """
         filled = plgpu.Barrier(num_arrivals=copies, num_barriers=lanes * slots)
         return cls(filled, plgpu.Barrier(num_arrivals=consumers, num_barriers=lanes * slots), slots)
@@ -45,25 +46,25 @@ class Ring:
         return self.offset + lax.rem(number - self.begin, self.slots)
 
     def free(self, number):
-        """For the producer: the slot of a filling, once the one before has been read."""
+        """Producer: the slot of a filling, after a wait until its former filling has been read."""
         slot = self.slot(number)
         pl.when(number >= self.begin + self.slots)(lambda: plgpu.barrier_wait(self.read.at[slot]))
         return slot
 
     def wait(self, number):
-        """For a consumer: the slot of a filling, once it is there."""
+        """Consumer: the slot of a filling, after a wait until its copies have ended."""
         slot = self.slot(number)
         plgpu.barrier_wait(self.filled.at[slot])
         return slot
 
     def hand_back(self, number) -> None:
-        """For a consumer, when it has read a slot."""
+        """Consumer: signal that the slot of a filling has been read."""
         plgpu.barrier_arrive(self.read.at[self.slot(number)])
 
 
 def drain(end, *rings: Ring) -> None:
-    """For the producer, after the last fillings of rings that begin together: no barrier may end
-    with arrivals unseen."""
+    """Producer: wait until the last fillings, up to `end` - 1, have been read, because no barrier
+    may end with pending arrivals. All `rings` have the same `begin` and `slots`."""
     first, *_ = rings
 
     def wait(number, _):

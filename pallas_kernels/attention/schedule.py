@@ -1,9 +1,9 @@
 """Which thread block of an attention kernel reads which keys: planned once a step, for all layers.
 
-Thread blocks that a GPU runs at the same time should end at the same time. The work of a step, all
-tiles of all sequences and heads one after the other, is therefore cut into equal parts, wherever
-these begin and end (as stream-K does with matrix products, and FlashInfer's plan with attention).
-A plan depends on lengths alone, so it serves all layers; page ids are read in the layer.
+Thread blocks that a GPU runs at the same time should end at the same time. The work of a step is a
+list of all tiles of all sequences and heads. It is cut into equal parts, even inside a sequence (as
+stream-K does with matrix products, and FlashInfer's plan with attention). A plan depends on lengths
+alone, so one plan serves all layers; each layer reads page ids from the tables.
 """
 
 from dataclasses import dataclass
@@ -13,27 +13,30 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend, ragged
 
-BLOCKS_PER_MULTIPROCESSOR = 2  # Of decode kernels, as their shared memory allows.
+BLOCKS_PER_MULTIPROCESSOR = 2  # The shared memory of decode kernels allows two.
 INTERPRETED_MULTIPROCESSORS = 2
-MIN_TILES = 4  # The fewest key tiles of a part: with fewer, its merge would cost more.
-# What a thread block may get beyond its part so that rows stay whole, and the rows that stay whole
-# in any case; both as fractions of a part.
-IMBALANCE = 0.05
-SHORT = 0.1
+MIN_TILES = 4  # The fewest key tiles of a part: with fewer, the merge costs more than it saves.
+# Fractions of a part.
+IMBALANCE = 0.05  # The most that a thread block gets beyond its part so that rows stay whole.
+SHORT = 0.1  # Rows up to this length are never cut.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeSchedule:
-    """The items of decode: each is a run of tiles of one row, which is a sequence's KV head.
+    """The items of decode. An item is a run of tiles of one row; a row is a sequence's KV head.
 
-    items: [I, 4 + levels] int32, by row and then by tile: the row s * K + h; the first tile; the
-        tile after the last, which is the first for a row without tokens; the place of the item's
-        partial result, or -1 if the item is its whole row; the row's tokens of each precision, of
-        which the tiles follow each other. Items that are left over belong to no thread block.
+    items: [I, 4 + levels] int32, ordered by row and then by tile. The columns are
+        the row, s * K + h;
+        the first tile;
+        the tile after the last one, equal to the first tile for a row without tokens;
+        the place of the item's partial result, or -1 if the item is a whole row;
+        the row's tokens of each precision. Tiles are numbered through, one precision after another.
+        Unused items belong to no thread block.
     block_items: [B + 1] int32. Thread block b runs items block_items[b] to block_items[b + 1] - 1.
-    merges: [B, 3] int32 rows in several items: the row, or -1 if the entry is left over; the
-        place of its first partial result; that after its last. There are 2 * B places.
+    merges: [B, 3] int32, the rows that are cut into several items; unused entries are -1. The
+        columns are the row, the place of its first partial result, and the place after its last
+        one. There are 2 * B places.
     """
 
     items: jax.Array
@@ -59,7 +62,8 @@ def decode_schedule(
 
 @jax.named_scope(backend.PLAN_SCOPE)
 def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) -> DecodeSchedule:
-    """Items for rows of several precisions: counts [S, K] of each, in tiles of `tiles` tokens."""
+    """Items for rows of several precisions. counts: tokens [S, K] of each precision. tiles: the
+    tokens of a tile of each precision."""
     counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
     of_each = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
     work = sum(of_each[1:], of_each[0])
@@ -67,7 +71,8 @@ def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) ->
 
 
 def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) -> DecodeSchedule:
-    """Items for rows of `tiles` tiles from `first_tile` on, and of `counts` tokens, [rows] each."""
+    """Items for rows that each have `tiles` tiles from `first_tile` on, [rows] both. counts: tokens
+    [rows] of each precision."""
     blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
     work = jnp.maximum(tiles, int(empty_rows))
     ends = jnp.cumsum(work)
@@ -97,10 +102,10 @@ def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) ->
 
 
 def _bounds(starts, ends, blocks: int):
-    """Where in the work of all rows each thread block begins, and the end of the last: [B + 1].
+    """The tile, counted over all rows, at which each thread block begins, and the total: [B + 1].
 
-    A row that is cut costs a partial result and a merge, so cuts move to the ends of rows: all of
-    them if no thread block gets too much by that, and otherwise those in short rows.
+    A row that is cut costs a partial result and a merge, so cuts move to the ends of rows: all cuts
+    if each thread block stays within `IMBALANCE`, and otherwise the cuts in rows up to `SHORT`.
     """
     total = ends[-1]
     b = jnp.arange(blocks + 1)
@@ -118,19 +123,23 @@ def _bounds(starts, ends, blocks: int):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PrefillSchedule:
-    """The items of prefill: a thread block each, and each a tile of rows of one sequence and head.
+    """The items of prefill. A thread block runs one item, a tile of rows of one sequence and head.
 
-    items: [I, 10] int32: the sequence; the KV head; the first row of the tile; lo and hi, where
-        rows lo to hi - 1 of the tile are the sequence's own; the position in the sequence of the
-        tile's first row; the tokens of the sequence; the first entry and the entry after the last
-        of the list of key tiles; the place of the item's partial result, or -1 if the item reads
-        all that its rows see. All items of a KV head come before the next head, so that its keys
-        stay in the L2 cache, and items with the most tiles come first. Items that are left over
-        have no rows.
-    merges: [C, 3] int32 tiles of rows in several items: an item; the place of the first partial
-        result, or -1 if the entry is left over; that after the last. There are 2 * C places.
-    key_tiles: [E] int32, the key tiles that entries of the list name; None means that each names
-        itself.
+    items: [I, 10] int32. The columns are
+        the sequence;
+        the KV head;
+        the first row of the tile;
+        lo and hi: rows lo to hi - 1 of the tile belong to the sequence;
+        the position in the sequence of the tile's first row;
+        the tokens of the sequence;
+        the first entry of the list of key tiles, and the entry after the last one;
+        the place of the item's partial result, or -1 if the item reads all keys of its rows.
+        Items are ordered by KV head, so that its keys stay in the L2 cache; within a head, items
+        with the most tiles come first. Unused items have no rows.
+    merges: [C, 3] int32, the tiles of rows that are split into several items; unused entries are
+        -1. The columns are one of the items, the place of the first partial result, and the place
+        after the last one. There are 2 * C places.
+    key_tiles: [E] int32, the key tile of each entry of the list; None means that entry e is tile e.
     """
 
     items: jax.Array
@@ -145,10 +154,10 @@ def prefill_schedule(
 ) -> PrefillSchedule:  # fmt: skip
     """Items that cover rows [0, T) for any query_starts [S + 1] and lengths [S].
 
-    T: a multiple of `ragged.ALIGNMENT`. rows: of an item. tile: keys of a tile.
+    T: a multiple of `ragged.ALIGNMENT`. rows: rows of an item. tile: keys of a tile.
     blocks: thread blocks; None means as many as this GPU runs at the same time.
 
-    Padding rows count as one more sequence, which sees nothing.
+    Padding rows count as one more sequence without keys.
     """
     fields, first, end = tiles_of_rows(query_starts, lengths, T, rows, tile, sliding_window)
     fields, first, end = jax.tree.map(lambda x: jnp.tile(x, K), (fields, first, end))
@@ -160,7 +169,8 @@ def tiles_of_rows(
 ):
     """The tiles of rows of one head, as `prefill_schedule` describes them.
 
-    Returns the `fields` of `split_items`, the first key tile, and that after the last, [n] each.
+    Returns the `fields` of `split_items`, the first key tile, and the key tile after the last one,
+    [n] each.
     """
     query_starts, lengths = (jnp.asarray(x, jnp.int32) for x in (query_starts, lengths))
     S = lengths.shape[0]
@@ -178,8 +188,8 @@ def tiles_of_rows(
 def split_items(
     fields, head, first, end, blocks: int | None = None, key_tiles=None
 ) -> PrefillSchedule:
-    """A schedule of tiles of rows that read entries `first` to `end` - 1 [n] of the list of key
-    tiles, where few long lists are split over several thread blocks.
+    """A schedule of tiles of rows, each of which reads entries `first` to `end` - 1 [n] of the list
+    of key tiles. A tile with at least twice a thread block's share of the entries is split.
 
     fields: sequence, base, lo, hi, position and length [n] as in `PrefillSchedule`; head: [n].
     """
@@ -219,6 +229,6 @@ def first_token(lengths, sliding_window: int | None):
 
 
 def multiprocessors() -> int:
-    """Those of the GPU that kernels are made for."""
+    """The multiprocessors of the GPU that kernels are compiled for."""
     gpu = backend.current_gpu()
     return gpu.num_multiprocessors if gpu else INTERPRETED_MULTIPROCESSORS

@@ -1,10 +1,10 @@
-"""What the kernels of split-KV decode attention share (Flash-Decoding).
+"""The shared parts of the kernels of split-KV decode attention (Flash-Decoding).
 
-A thread block goes through its items of the schedule (schedule.py), and through an item's tokens in
-tiles, for one KV head and all query heads of it. Query heads are the columns of both products,
-S = k·qᵀ and O = vᵀ·p: as columns they need N = 8 or 16, where they would need 64 as rows. A row in
-several items has a partial result of each, and a second kernel merges them through their
-log-sum-exp.
+A thread block runs its items of the schedule (schedule.py) one after the other. An item has one KV
+head and all of its query heads, and its tokens are read in tiles. Query heads are the columns of
+both products, S = k·qᵀ and O = vᵀ·p: N = 8 or 16 columns suffice, while a product has at least 64
+rows. If a row has several items, each writes a partial result, and a second kernel merges them by
+their log-sum-exp.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from pallas_kernels.attention.schedule import DecodeSchedule, first_token
 from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant
 from pallas_kernels.mosaic import kernel, pl, plgpu, store
 
-TILE_BYTES = 16 * 1024  # Keys of a tile. A tile has so many tokens that it is worth its waits.
-MOST_GROUP = 16  # Query heads of a KV head.
+TILE_BYTES = 16 * 1024  # Of a tile's keys: enough tokens to amortise the waits for a tile.
+MOST_GROUP = 16  # The most query heads of a KV head.
 SUMMED = 64  # Partial sums, each over every 64th token: products have at least 64 rows.
 _COLUMNS = LAYOUT.reduce(0)
 
@@ -44,8 +44,14 @@ def padded_group(G: int) -> int:
 
 
 class Inputs(NamedTuple):
-    """What a decode kernel reads: queries [R, G, D], pools, tables [R, M], the schedule's items and
-    block_items, and page offsets [1] or [K]."""
+    """The inputs of a decode kernel.
+
+    q: [R, G, D] queries.
+    pools: of keys and of values.
+    tables: [R, M] page ids.
+    items, block_items: of the schedule.
+    offset: [1] or [K], added to page ids.
+    """
 
     q: Any
     pools: Any
@@ -56,11 +62,11 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a decode kernel writes.
+    """The outputs of a decode kernel.
 
     out, lse: attention [R, G, D] and log-sum-exp [R, N] of whole rows.
     partials, lses: partial results [2 * B, D, N] and their log-sum-exp [2 * B, N].
-    scores: a list, as `launch` is asked for.
+    scores: a list of arrays, with the shapes that `launch` gets as `scores`.
     """
 
     out: Any
@@ -75,12 +81,13 @@ def launch(
     *, page_offset, scores: Sequence[tuple[int, ...]], scratch: dict[str, Any], row_s,
     lanes: int = 1, **options,
 ):  # fmt: skip
-    """Run a decode kernel over a schedule, then the merge of rows that are in several items.
+    """Run a decode kernel over a schedule, then the merge of rows that have several items.
 
-    body: the kernel, of `Inputs`, of `Outputs`, and of its scratch memory by name.
-    write: as `write_row`, through shared memory as `row_s`.
-    scores: shapes of what the kernel returns besides, float32.
-    lanes: parts of a thread block that run items of the schedule as if they were thread blocks.
+    body: the kernel, called as `body(Inputs, Outputs, **scratch)`.
+    write: copies a row's attention to the output, as `write_row` does, through shared memory of the
+        type `row_s`.
+    scores: the shapes of the kernel's additional float32 results.
+    lanes: parts of a thread block, each of which runs the items of one of the schedule's blocks.
 
     Returns the output [S, H, D], the log-sum-exp [S, H], and a list of `scores`.
     """
@@ -121,10 +128,10 @@ def launch(
 
 
 def of_tokens(scores_RxtxN, tables, lengths_SxK, H: int, P: int, sliding_window):
-    """Scores [S, H, M * P] of what a kernel has written, -inf for tokens that are not read."""
+    """The scores [R, t, N] of a kernel as [S, H, M * P], -inf for tokens that are not read."""
     S, K, M = tables.shape
     scores_RxGxt = scores_RxtxN[:, : M * P, : H // K].swapaxes(1, 2)
-    # The rows of tiles that no item reads are not written.
+    # Tiles that no item reads are left unwritten.
     token = jnp.arange(M * P)
     length = lengths_SxK.reshape(S * K, 1)
     read = (token >= first_token(length, sliding_window)) & (token < length)
@@ -132,7 +139,7 @@ def of_tokens(scores_RxtxN, tables, lengths_SxK, H: int, P: int, sliding_window)
 
 
 def scores_shape(tables, P: int, tile: int, N: int) -> tuple[int, int, int]:
-    """Of the scores [R, t, N] of pages of P tokens, in whole tiles."""
+    """The shape [R, t, N] of a kernel's scores: t is a table's M * P tokens, in whole tiles."""
     S, K, M = tables.shape
     return S * K, pl.cdiv(M * P, tile) * tile, N
 
@@ -141,8 +148,11 @@ def scores_shape(tables, P: int, tile: int, N: int) -> tuple[int, int, int]:
 
 
 def merged(partials_ref, lses_ref, begin, end, shape, axis: int):
-    """The softmax over the partial results `begin` to `end` - 1, through their log-sum-exp: their
-    weighted sum of this shape, and largest log-sum-exp and sum of weights along `axis` of it."""
+    """Merge the partial results `begin` to `end` - 1 by their log-sum-exp.
+
+    Returns their weighted sum, of `shape`, and, along its axis `axis`, the largest log-sum-exp and
+    the sum of the weights.
+    """
     of_axis = LAYOUT.reduce(1 - axis)
 
     def spread(x):
@@ -162,8 +172,8 @@ def merged(partials_ref, lses_ref, begin, end, shape, axis: int):
 
 
 def queries_of(item, queries: Ring, queries_s, q_s):
-    """An item's queries [D, N], which its products read from q_s [N, D]."""
-    # The only way from rows as they lie in memory to swizzled ones.
+    """Wait for an item's queries, and store them to q_s [N, D] for its products. Returns [D, N]."""
+    # Only registers lead from plain rows to swizzled rows.
     rows_s = queries_s.at[queries.wait(item)].transpose((1, 0))
     found = plgpu.load(rows_s, layout=LAYOUT, optimized=False)
     q_s.transpose((1, 0))[...] = found
@@ -173,8 +183,10 @@ def queries_of(item, queries: Ring, queries_s, q_s):
 
 
 def end_item(state, row, place, write: Callable, out_s, outs: Outputs) -> None:
-    """Hand over an item's attention: to `write` if the item is the whole row. state: the output
-    [D, N], maximum [N] and sum [N] after the last token."""
+    """Store an item's attention: with `write` if the item is a whole row, else as a partial result.
+
+    state: the output [D, N], maximum [N] and sum [N] after the last token.
+    """
     acc, lse = softmax_end(*state)
 
     @pl.when(place < 0)
@@ -189,7 +201,7 @@ def end_item(state, row, place, write: Callable, out_s, outs: Outputs) -> None:
 
 
 def begin_row(out_s, out_ref, row, attention_DxN) -> None:
-    """Begin to copy a row's attention to the output [R, G, D], by shared memory [N, D]."""
+    """Begin to copy a row's attention to the output [R, G, D], through shared memory [N, D]."""
     store(out_s.transpose((1, 0)), attention_DxN.astype(out_s.dtype))
     plgpu.commit_smem()
     G = out_ref.shape[1]
@@ -244,7 +256,7 @@ def attended(tile_index, shape, first, length):
 
 
 def clear_unheld(v_ref, tile_index, first, length) -> None:
-    """`tiles.clear_unheld` of a tile, where there is anything to clear."""
+    """`tiles.clear_unheld` for a tile, skipped if all of its tokens are attended to."""
     start, end = tile_index * v_ref.shape[0], (tile_index + 1) * v_ref.shape[0]
 
     @pl.when((start < first) | (end > length))

@@ -1,7 +1,7 @@
-"""What all kernels of attention over pages share: the pages of a tile, and tokens without an owner.
+"""The shared parts of all attention kernels over pages: page ids of a tile, and masks of tokens.
 
-But for `refusal` the functions run inside kernels, in which products have the layout WGMMA, also
-those of mma.sync.
+All functions except `refusal` run inside kernels. There the products of wgmma and of mma.sync have
+the layout WGMMA.
 """
 
 import math
@@ -35,11 +35,12 @@ def page_ids(
     table_ref, head, start, tokens: int, first, length, P: int, offset_ref,
     column: int = 0, step: int = 1,
 ) -> list:  # fmt: skip
-    """The pages of the `tokens` tokens from `start` on, or the page that they are a part of.
+    """The ids of the pages that hold the `tokens` tokens from `start` on, or part of one page.
 
     table_ref: [M], a row of the table. head: its KV head. offset_ref: [1] or [K]. Entries without a
-    token from `first` to `length` - 1 are not read: another page takes their place, masked.
-    column, step: where the table has the first page, and from there each next one; 1 or -1.
+    token from `first` to `length` - 1 are not read: the nearest page that is read replaces them,
+    and its tokens are masked.
+    column: the table's entry for the first page. step: 1 or -1, from one entry to the next.
     """
     offset = offset_ref[head if offset_ref.shape[0] > 1 else 0]
     entry, least, most = (lax.div(x, P) for x in (start, first, length - 1))

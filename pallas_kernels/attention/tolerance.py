@@ -1,12 +1,13 @@
-"""What a result of attention may be wrong by: what 16 bits cost any implementation.
+"""The error that a result of attention may have: the cost of 16 bits in any implementation.
 
 With unit roundoff u, a kernel may round each probability before it multiplies values, u · Σ p |v|,
-and must round its output, u · |out|. With a soft cap the GPU's tanh is off by 2^-11 of its value,
-so each logit by d = cap · 2^-11 (0.024 at 50), each probability by a factor between exp(-2 d) and
-exp(2 d), and the output by (exp(2 d) - 1) · (Σ p |v| + |out|).
+and must round its output, u · |out|. With a soft cap the GPU's tanh has a relative error of 2^-11.
+Each logit is then off by up to d = cap · 2^-11 (0.024 at 50), each probability by a factor between
+exp(-2 d) and exp(2 d), and the output by (exp(2 d) - 1) · (Σ p |v| + |out|).
 
-Of quantised values a kernel rounds p · scale, and what that multiplies is off the middle of a
-token's values by less than the largest of them, so |v| is that of the token's largest element.
+For quantised values a kernel rounds p · scale, and multiplies it by codes relative to the middle of
+the token's values. Scale times such a code is at most the token's largest |v|, so the bound uses
+the largest |v| for all elements of a token.
 """
 
 import math
@@ -20,19 +21,19 @@ import numpy as np
 from pallas_kernels.quantization import QuantizedPages
 from pallas_kernels.specs import Arrays, Errors, reference
 
-SUMS = 1e-4  # what sums in float32 and exp2 may add
+SUMS = 1e-4  # the error that float32 sums and exp2 may add
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 _TANH_ERROR = 2.0**-11  # relative, of the GPU's MUFU.TANH
-_REFERENCE_BYTES = 4 * 10**9  # that the keys of the rows may take that are checked
+_REFERENCE_BYTES = 4 * 10**9  # the most for the float32 keys of all checked rows
 
 
 def rounding(dtype) -> float:
-    """Of numbers of 16 bits, relative."""
+    """The relative rounding error of a 16-bit dtype, with a margin of 5 %."""
     return 1.05 * _UNIT_ROUNDOFF[str(dtype)]
 
 
 def wide(arguments: Arrays) -> dict[str, Any]:
-    """With all floating numbers in float32."""
+    """The arguments with all floating-point arrays in float32."""
 
     def widened(x):
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -48,7 +49,7 @@ def errors_of(found, expected, bound) -> Errors:
 def expected(
     op: Callable, options: Mapping[str, Any], arguments: Arrays
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What an op of attention should give, in float32, and what that may be wrong by."""
+    """The float32 result of an attention op's reference, and the error that a kernel may have."""
     quantised = isinstance(arguments["k_pages_NxPxD"], QuantizedPages)
     queries = next(iter(arguments.values()))
     arguments = wide(
@@ -67,8 +68,8 @@ def expected(
 
 
 def as_decode(arguments: Arrays) -> tuple[np.ndarray, dict[str, Any]]:
-    """Rows of a prefill, as many as the reference has the memory for, and each as a decode query
-    whose length ends at the row's own position."""
+    """Some rows of a prefill, as many as the reference's memory allows, and decode arguments in
+    which each of these rows is a query whose length ends at the row's own position."""
     starts, lengths = (np.asarray(arguments[name]) for name in ("query_starts", "lengths_S"))
     tables, pools = arguments["tables_SxKxM"], arguments["k_pages_NxPxD"]
     _, K, M = tables.shape

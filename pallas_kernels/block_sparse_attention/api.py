@@ -22,14 +22,14 @@ def block_sparse_prefill_attention(
     schedule: PrefillSchedule | None = None,
     implementation: str | None = None,
 ):
-    """Causal attention of ragged chunks in which each page of queries attends to the pages of its
-    list alone (LServe §3.1, §3.4). The work is that of the pages that are kept.
+    """Causal attention of ragged chunks in which each page of queries attends only to the pages of
+    its list (LServe §3.1, §3.4). Pages outside of the list cost no work.
 
     q:        [T, H, D] queries; head h reads with KV head h // G.
     k_pages, v_pages [N, P, D], page_offset, scale, soft_cap, first: as in
-              `paged_prefill_attention`; `first_in_list` has those of a sliding window.
+              `paged_prefill_attention`; `first_in_list` computes `first` for a sliding window.
     pages:    [I, K, B] int32, the page ids of `lists.blocks`; all heads keep the same number.
-    lists:    of the queries' chunks, for pages of P tokens.
+    lists:    the lists of the queries' chunks, for pages of P tokens.
     schedule: `plan_prefill` of `lists.starts` and `lists.lengths`; None makes one for this call.
     implementation: of `paged_prefill_attention`, which runs the tiles as chunks.
 

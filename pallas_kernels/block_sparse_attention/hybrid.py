@@ -1,12 +1,12 @@
-"""Prefill of a layer some of whose KV heads are dense and some stream (LServe §3.1, Fig. 4).
+"""Prefill of a layer with dense and streaming KV heads (LServe §3.1, Fig. 4).
 
-Heads of a kind need the same work, and those of different kinds do not. On a GPU both kinds are
-items of one schedule, so that one launch runs them and thread blocks end together. An item is a
-tile of queries for one KV head, and reads a row of the table: that of its sequence or, of streaming
-heads, the list of its page. How many heads of a layer are dense only chooses the schedule.
+Dense and streaming heads need different amounts of work. On a GPU both are items of one schedule,
+so that one launch runs them and thread blocks end together. An item is a tile of queries for one KV
+head. It reads one row of the table: its sequence's pages if the head is dense, or the list of its
+page of queries if the head streams. The number of dense heads only selects the schedule.
 
-Floor: the sum over queries and heads of 4 * D FLOPs a key that the head's kind lets the query see;
-or q, the output, and the keys and values that any query sees, moved once.
+Floor: 4 * D FLOPs for each query, query head, and key that the query sees in that head; or q, the
+output, and the keys and values that any query sees, moved once.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ def plan_hybrid_prefill(
 ) -> PrefillSchedule | None:
     """The schedules of `hybrid_prefill_attention`, to be made once for all layers.
 
-    query_starts, lengths, lists, dense_counts, implementation: as there.
+    query_starts, lengths, lists, dense_counts, implementation: as in `hybrid_prefill_attention`.
     num_tokens, num_heads, num_kv_heads: T, H and K.
 
-    Returns a schedule for each of `dense_counts`, one array of all. Returns None where the
-    implementation works without any.
+    Returns the schedules for all `dense_counts`, stacked along a first axis, or None if the
+    implementation needs none.
     """
     if not backend.runs_kernels(implementation):
         return None
@@ -59,9 +59,9 @@ def _schedules(query_starts, lengths, lists: BlockLists, T: int, H: int, K: int,
         return [*fields, first, end]
 
     dense, listed = tiles(query_starts, lengths), tiles(lists.starts, lists.lengths)
-    listed[0] += len(lengths)  # Rows of lists come after those of sequences.
+    listed[0] += len(lengths)  # In the table, rows of lists follow rows of sequences.
     n = max(len(dense[0]), len(listed[0]))
-    # What pads the fewer tiles has no rows.
+    # The tiles that pad the shorter kind have no rows.
     kinds = [
         jnp.stack([jnp.pad(x, (0, n - len(x))) for x in pair])
         for pair in zip(dense, listed, strict=True)
@@ -95,17 +95,17 @@ def hybrid_prefill_attention(
     implementation: str | None = None,
 ):
     """Causal attention of ragged chunks in which KV heads 0 to num_dense - 1 read all pages before
-    a query, and the others only those of the query's list (LServe §3.1).
+    a query, and the other heads only the pages of the query's list (LServe §3.1).
 
     q:        [T, H, D] queries; head h reads with KV head h // G.
     k_pages, v_pages [N, P, D], query_starts [S + 1], lengths [S], scale, soft_cap: as in
               `paged_prefill_attention`.
-    tables:   [S, M] int32 page ids in token order, and pages: [I, B] int32 those of `lists.blocks`,
-              of all heads alike.
-    lists:    of the queries' chunks, for pages of P tokens.
-    num_dense: int32, one of `dense_counts`. It may be traced, as it differs between layers.
+    tables:   [S, M] int32 page ids in token order, the same for all heads.
+    pages:    [I, B] int32, the page ids of `lists.blocks`, the same for all heads.
+    lists:    the lists of the queries' chunks, for pages of P tokens.
+    num_dense: int32, one of `dense_counts`. It may be traced, because it differs between layers.
     page_offset: [K] int32 added to the page ids of each head, so that heads have their own pages.
-    dense_counts: the numbers of dense heads that layers have, ascending.
+    dense_counts: all numbers of dense heads that layers have, ascending.
     schedules: `plan_hybrid_prefill` of these chunks; None makes them for this call.
 
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
@@ -155,7 +155,8 @@ def _by_kind(
     q, k_pages, v_pages, tables, query_starts, lengths, pages, lists, num_dense, page_offset,
     *, dense_counts, scale, soft_cap, schedules,
 ):  # fmt: skip
-    """The heads of a kind at once; how many a layer has of each decides the program."""
+    """One call for all dense heads and one for all streaming heads. The number of dense heads
+    selects the program."""
     K = len(page_offset)
     G = q.shape[1] // K
     options = {"scale": scale, "soft_cap": soft_cap, "implementation": implementation}

@@ -1,10 +1,10 @@
 """Index tables: the pages of keys that each page of queries attends to (LServe §3.4, §3.6).
 
-A tile is a page of a sequence's queries against a page of its keys, and is computed or skipped as a
-whole. For each tile of queries there is a list: entry j names the page of keys of step j. Only the
-last entry, the page of the queries themselves, is causal; all others are seen by every query. So a
-tile of queries is to its list what a chunk is to its history, and dense attention runs it as it is,
-with a shorter table. Lists depend on positions alone: one for a step serves all layers.
+A tile of queries is the part of a chunk that lies in one page. Its list has one entry for each page
+of keys that the tile attends to; all other pages are skipped. The last entry is the tile's own page
+and needs the causal mask; every query sees all tokens of the other entries. So dense attention runs
+a tile as a chunk, with the list as a shorter block table. `BlockLists` depend on positions alone,
+so all layers of a step share them.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockLists:
-    """Lists of the tiles of queries of a step's chunks.
+    """The list of each tile of queries in a step's chunks.
 
-    starts: [I + 1] int32, the first query of each tile; tile i ends where the next begins. Tiles
-        that are left over are empty.
+    starts: [I + 1] int32, the first query of each tile; tile i ends where the next one begins.
+        Unused tiles are empty.
     rows: [I] int32, the sequence of each tile.
     blocks: [I, B] int32, the pages of keys that the tile attends to, as logical page numbers in
         ascending order. Entries beyond the list may be anything.
@@ -39,9 +39,9 @@ def streaming_blocks(query_blocks, sink: int, local: int):
     query_blocks: [...] int32, pages of queries. sink: how many first pages are kept. local: how
     many pages are kept before the query's own.
 
-    Returns the list [..., sink + local + 1] int32, whose entries beyond its length may be anything,
-    and its length [...]. A page is kept if `page < sink or page >= query_block - local`, which is
-    the same for every cut of a prompt into chunks.
+    Returns the list [..., sink + local + 1] int32 and its length [...]; entries beyond the length
+    may be anything. A page is kept if `page < sink or page >= query_block - local`. This does not
+    depend on how a prompt is cut into chunks.
     """
     skipped = jnp.maximum(query_blocks - local - sink, 0)
     entry = jnp.arange(sink + local + 1, dtype=jnp.int32)
@@ -50,9 +50,11 @@ def streaming_blocks(query_blocks, sink: int, local: int):
 
 
 def first_in_list(positions, page_size: int, sink: int, local: int, window: int):
-    """The first token of the list of a streaming head, by its place there, that is within the
-    sliding `window` of queries at `positions` [...]: [...] int32. sink, local: pages, as in
-    `streaming_blocks`."""
+    """The index [...] int32, in the list of a streaming head, of the first token within a sliding
+    window of queries at `positions` [...].
+
+    window: tokens. sink, local: pages, as in `streaming_blocks`.
+    """
     skipped = jnp.maximum(positions // page_size - local - sink, 0) * page_size
     oldest, sinks = jnp.maximum(positions + 1 - window, 0), sink * page_size
     return jnp.where(oldest < sinks, oldest, jnp.maximum(oldest - skipped, sinks))
@@ -61,8 +63,9 @@ def first_in_list(positions, page_size: int, sink: int, local: int, window: int)
 class Tiles(NamedTuple):
     """The tiles of queries of ragged chunks, [I] int32 each.
 
-    starts [I + 1], rows: as in `BlockLists`. blocks: the page of each tile in its sequence. held:
-    tokens of that page up to the tile's last query; 0 for an empty tile.
+    starts [I + 1], rows: as in `BlockLists`.
+    blocks: the page of each tile in its sequence.
+    held: the tokens of that page up to the tile's last query; 0 for an empty tile.
     """
 
     starts: jax.Array
@@ -72,8 +75,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(query_starts, lengths_S, num_tokens: int, page_size: int) -> Tiles:
-    """query_starts [S + 1], lengths [S]: as in `paged_prefill_attention`. num_tokens: T of its
-    queries."""
+    """The tiles of queries of ragged chunks.
+
+    query_starts [S + 1], lengths [S]: as in `paged_prefill_attention`. num_tokens: its T.
+    """
     S = len(lengths_S)
     counts = query_starts[1:] - query_starts[:-1]
     first = lengths_S - counts  # the position of each chunk's first query
@@ -97,7 +102,7 @@ def tiles_of(query_starts, lengths_S, num_tokens: int, page_size: int) -> Tiles:
 
 
 def lists_of(tiles: Tiles, blocks, counts, page_size: int) -> BlockLists:
-    """Lists of `counts` [I] of the pages blocks [I, B]."""
+    """The lists of the first `counts` [I] of the pages `blocks` [I, B]."""
     lengths = jnp.where(tiles.held > 0, (counts - 1) * page_size + tiles.held, 0)
     return BlockLists(tiles.starts, tiles.rows, blocks, lengths)
 

@@ -21,8 +21,14 @@ from pallas_kernels.specs import HEADS, Attention, Cost, Errors, Heads, Op, Spec
 
 @dataclass(frozen=True)
 class Hybrid:
-    """shapes: of prefill. dense: KV heads of the layer that are dense; the others stream. sink,
-    local: tokens, as the paper's. Layers have half as many dense heads, so many, or all."""
+    """A call of hybrid prefill.
+
+    shapes: of the prefill.
+    dense: dense KV heads of this call's layer; the other KV heads stream.
+    sink, local: tokens, with the paper's defaults.
+
+    The schedules are for layers with dense // 2, dense, or all KV heads dense.
+    """
 
     shapes: Attention
     dense: int
@@ -35,13 +41,13 @@ class Hybrid:
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Those of the sink, and those of the window before the query's own."""
+        """The pages of the sink, and the pages of the window before the query's own page."""
         return self.sink // self.shapes.page_size, self.local // self.shapes.page_size
 
     def tokens_read(self, lengths, counts) -> tuple[tuple[int, np.ndarray], ...]:
-        """Of dense and of streaming heads how many they are, and the tokens of each sequence that
-        any of `counts` queries reads. A page is read that is in the sink, or that the first query
-        or one after it keeps."""
+        """For dense and for streaming heads: their number, and the tokens of each sequence that any
+        of its last `counts` queries reads. A streaming head reads the pages of the sink, and all
+        pages from the first query's window on."""
         (sink, local), P = self.pages, self.shapes.page_size
         window = np.maximum((lengths - counts) // P - local, sink) * P
         listed = np.minimum(lengths, sink * P) + np.maximum(lengths - window, 0)
@@ -51,7 +57,7 @@ class Hybrid:
 
 
 def make(hybrid: Hybrid) -> Spec:
-    """Tables, alike for all heads, list pages in random order; heads have pools of their own."""
+    """Tables list pages in random order, the same for all heads. Heads have separate pages."""
     shapes, (sink, local) = hybrid.shapes, hybrid.pages
     heads, P, T = shapes.heads, shapes.page_size, shapes.sequences * shapes.chunk
     dense, counts = hybrid.dense, hybrid.dense_counts
@@ -94,7 +100,7 @@ def make(hybrid: Hybrid) -> Spec:
         return {"schedules": schedules}
 
     def balanced(schedules, query_starts, lengths_S, lists):
-        """Of the layers with `hybrid.dense` dense heads."""
+        """The balance of layers with `hybrid.dense` dense heads."""
         case = counts.index(dense)
         read = hybrid.tokens_read(np.asarray(lengths_S), np.diff(np.asarray(query_starts)))
         keys = sum(heads * int(tokens.sum()) for heads, tokens in read)

@@ -2,13 +2,14 @@
 
 The last queries of each segment of a prompt estimate, for each KV head, the attention of each key
 (its column, a vertical line of the attention map) and of each distance between query and key (a
-diagonal, a slash). The worth of a page of keys to a page of queries is that of its best column or
-of the best diagonal that crosses the two pages. Each page of queries keeps its best pages; its own,
-the page before it, and the first page of the sequence are always among them.
+diagonal, a slash). For a page of queries, a page of keys scores as much as its best column or the
+best diagonal that crosses the two pages. Each page of queries keeps the pages with the best scores.
+It always keeps its own page, the first page of the sequence and, from a count of 3 on, the page
+before its own.
 
 Segments are counted from the end of a prompt, so that the question at its end estimates its own
-reads. A segment as long as the prompt gives MInference's own estimate. If chunks end with segments,
-the kept pages depend on the prompt alone.
+reads. A segment as long as the prompt gives MInference's estimate. If chunks end where segments
+end, the kept pages do not depend on the chunks.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ NEG_INF = -1e30
 
 
 class Segments(NamedTuple):
-    """Segments of prompts, or the parts of them that lie in a step's ragged chunks.
+    """Segments of prompts, or their parts that lie in a step's ragged chunks.
 
     starts: [J + 1] int32, the first query of each segment, which ends where the next begins.
     rows: [J] int32, the sequence of each segment.
@@ -42,9 +43,13 @@ class Segments(NamedTuple):
 def segments_of(
     query_starts, lengths_S, prompts_S, num_tokens: int, size: int, page_size: int
 ) -> Segments:
-    """query_starts, lengths, num_tokens: as in `tiles_of`. prompts: [S] int32, tokens of the whole
-    prompt of each chunk. size: tokens of a segment, whole pages; the last one ends with the
-    prompt's last page, and the first is what is left."""
+    """The segments of ragged chunks.
+
+    query_starts, lengths, num_tokens: as in `tiles_of`.
+    prompts: [S] int32, tokens of the whole prompt of each chunk.
+    size: tokens of a segment, whole pages. The last segment of a prompt ends with the prompt's last
+        page; the first one may be shorter.
+    """
     end = (prompts_S + page_size - 1) // page_size * page_size
     # With `missing` tokens before the prompt, tiles from its beginning are segments from its end.
     missing = -end % size
@@ -54,7 +59,8 @@ def segments_of(
 
 
 def last_queries(q_TxHxD, segments: Segments):
-    """The last queries [J, LAST_QUERIES, H, D] of each segment; any queries if it has fewer."""
+    """The last queries [J, LAST_QUERIES, H, D] of each segment. A shorter segment has arbitrary
+    queries before its own."""
     index = segments.starts[1:, None] + jnp.arange(LAST_QUERIES) - LAST_QUERIES
     return q_TxHxD[jnp.clip(index, 0, len(q_TxHxD) - 1)]
 
@@ -62,10 +68,11 @@ def last_queries(q_TxHxD, segments: Segments):
 def vertical_slash_lists(
     tiles: Tiles, sparse_S, count: int, num_pages: int, page_size: int
 ) -> BlockLists:
-    """The lists of dense heads, as long as they will be: `vertical_slash_blocks` names their pages.
+    """The lists of dense heads, with their final lengths; `vertical_slash_blocks` gives the pages.
 
-    sparse: [S] bool, the rows whose pages of queries keep `count` pages each, if they have as many;
-    those of other rows keep all. num_pages: M, the width of the lists.
+    sparse: [S] bool. In these sequences each page of queries keeps at most `count` pages, in all
+        other sequences it keeps all pages.
+    num_pages: M, the width of the lists.
     """
     every = jnp.arange(num_pages, dtype=jnp.int32)
     counts = tiles.blocks + 1
@@ -88,14 +95,16 @@ def vertical_slash_blocks(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ):
-    """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order; those
-    beyond a list's length may be anything.
+    """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order. Other
+    entries, beyond a list's length, may be anything.
 
-    q: `last_queries` of the segments; head h reads with KV head h // G. k_pages, tables,
-    page_offset, scale, soft_cap: as in `paged_prefill_attention`; pages may be quantised. segments,
-    tiles: of the same chunks. sparse, count: as in `vertical_slash_lists`.
+    q: `last_queries` of the segments; head h reads with KV head h // G.
+    k_pages, tables, page_offset, scale, soft_cap: as in `paged_prefill_attention`; pages may be
+        quantised.
+    segments, tiles: of the same chunks.
+    sparse, count: as in `vertical_slash_lists`.
 
-    Raises ValueError for a count that is not from 2 to M, or an implementation that is none.
+    Raises ValueError for a count that is not from 2 to M, or an unknown implementation.
     """
     K, M = tables_SxKxM.shape[1:]
     if not 2 <= count <= M:
@@ -128,14 +137,15 @@ def vertical_slash_blocks(
 
 def _of_pages(columns_KxMxP, diagonals_KxMxP):
     """The best column of each page, and the best diagonal of each distance between pages, [K, M]
-    each. Diagonals e pages away go from (e - 1) * P + 1 to (e + 1) * P - 1 tokens."""
+    each. Diagonals of (e - 1) * P + 1 to (e + 1) * P - 1 tokens cross pages at distance e."""
     here = diagonals_KxMxP.max(-1)
     nearer = jnp.where(jnp.arange(diagonals_KxMxP.shape[-1]) > 0, diagonals_KxMxP, 0).max(-1)
     return columns_KxMxP.max(-1), here.at[:, 1:].max(nearer[:, :-1])
 
 
 def _queries_of(q, segments: Segments, length, j, K: int):
-    """[K, G, Q, D] of segment j, which ends at `length`, their positions, and which exist."""
+    """The last queries [K, G, Q, D] of segment j, their positions [Q], and whether each exists [Q].
+    length: the position after the segment's last query."""
     _, Q, H, D = q.shape
     before_end = jnp.arange(Q) - Q
     there = segments.starts[j + 1] + before_end >= segments.starts[j]
@@ -145,8 +155,10 @@ def _queries_of(q, segments: Segments, length, j, K: int):
 
 def reference(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
     """The definition. Probabilities are summed by column and by diagonal, over all query heads of a
-    KV head. Returns the best sum of each page, and of each distance between pages, [J, K, M] each.
-    lengths: [J] of segments; a length of 0 gives zeros."""
+    KV head. lengths: [J], of segments; a length of 0 gives zeros.
+
+    Returns the best sum of each page and of each distance between pages, [J, K, M] each.
+    """
     K, M = tables.shape[1:]
     n = M * k_pages.shape[1]
     if isinstance(k_pages, QuantizedPages):
@@ -170,8 +182,8 @@ def reference(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=N
 
 
 def xla(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
-    """Reads the keys twice, for the sums that probabilities are divided by, and for these. Work is
-    that of the keys that there are."""
+    """`reference` in chunks of keys. Keys are read twice: for the sums of the softmax, and then for
+    the probabilities. Work depends on the real lengths."""
     K, M = tables.shape[1:]
     P, (_, Q, _, D) = k_pages.shape[1], q.shape
     pages = min(M, max(1, CHUNK // P))
@@ -206,7 +218,7 @@ def xla(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
             probs = jnp.exp(scores - top[..., None]) / total[..., None]
             probs = jnp.where(scores > NEG_INF, probs, 0).sum(1)  # [K, Q, chunk]
             columns = jax.lax.dynamic_update_slice(columns, probs.sum(1), (0, j * chunk))
-            # A row more to the right with each query, so that a diagonal becomes a column.
+            # Each query's row moves one place further right, so that a diagonal becomes a column.
             skewed = jnp.pad(probs[..., ::-1], ((0, 0), (0, 0), (0, Q))).reshape(K, -1)
             of_distances = skewed[:, :-Q].reshape(K, Q, -1).sum(1)
             at = (0, length - j * chunk + 1)  # distances begin at -(Q + chunk)

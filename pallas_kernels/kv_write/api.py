@@ -53,8 +53,8 @@ def copy_pages(pages_NxPxD, sources_C, destinations_C, *, implementation: str | 
     """Copy page sources[i] to page destinations[i] for all i at once (copy-on-write, vLLM §4.4).
 
     pages: [N, P, D].
-    sources, destinations: [C] int32. A pair with a destination of N or more copies nothing. The
-        other destinations must be distinct, and no pair may have one of them as its source.
+    sources, destinations: [C] int32. A pair with a destination of N or more copies nothing. All
+        other destinations must be distinct, and no source may be one of them.
 
     Returns the pool; a donated pool is written in place. Raises ValueError if the shapes do not fit
     together, or if the named implementation cannot run them.

@@ -36,7 +36,7 @@ def write(
 
 
 def copy(D: int, pairs: int, *, num_pages: int = 65536, page_size: int = 16) -> Spec:
-    """One half of some random pages is copied to the other half. The last pair is padding."""
+    """Random pages are copied to other random pages. The last pair is padding."""
 
     def arguments(key):
         keys = jax.random.split(key, 2)

@@ -1,7 +1,8 @@
 """Kernels for Hopper that move rows and pages through shared memory, in place.
 
 They have not been timed yet against XLA's scatters, which stay the default.
-Floor: a write reads the new keys and values once and writes them once; a copy does so with pages.
+Floor: a write reads the new keys and values once and writes them once; a copy reads and writes each
+page once.
 """
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from pallas_kernels.mosaic import kernel, pl, plgpu
 
 MOST_COPIED = 256  # The most elements along an axis that one TMA copies.
-SHARED_MEMORY = 226 * 1024  # Bytes of a thread block, without room for barriers.
+SHARED_MEMORY = 226 * 1024  # Bytes of a thread block for buffers: the rest is for barriers.
 
 
 def unsupported(pages_NxPxD, buffers: list[tuple[int, int]], *new) -> str | None:

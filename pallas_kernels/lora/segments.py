@@ -16,10 +16,10 @@ class Segments:
 
     slots: [S] the adapter slot of each run, a row of `rank_pages`.
     starts, ends: [S] a run holds the tokens starts[s] to ends[s] - 1, and may be empty. Runs must
-        not overlap. Their order is free.
-    count: [1] how many runs there are; entries from there on are ignored.
+        not overlap. They may have any order.
+    count: [1] the number of runs; further entries are ignored.
 
-    Tokens of no run have no adapter. S = 0 says that there is none in the whole batch.
+    Tokens of no run have no adapter. S = 0 means that no token of the batch has an adapter.
     """
 
     slots: Any
@@ -29,7 +29,7 @@ class Segments:
 
 
 def slot_of_tokens(segments: Segments, T: int):
-    """The adapter slot of each token [T], and whether it has one [T]."""
+    """The adapter slot of each token [T], and whether the token has an adapter [T]."""
     token, run = jnp.arange(T)[:, None], jnp.arange(segments.slots.shape[0])
     inside = (token >= segments.starts) & (token < segments.ends) & (run < segments.count[0])
     return segments.slots[jnp.argmax(inside, 1)], inside.any(1)

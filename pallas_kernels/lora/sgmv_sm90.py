@@ -5,12 +5,12 @@ A work item is a tile of up to 64 tokens that share an adapter. Each kernel has 
     one token       matrix-vector products, which are bound by reading the rank pages
     several tokens  products on tensor cores, tokens as rows
 
-Shrink, one token: four chunks of a page's columns are the 64 rows of a product, 16 ranks each, and
-eight chunks of the token are its columns. A page is so read from shared memory by the tensor core
-alone, and never passes through registers; of the 8 columns of a row, the one of its own chunk
-counts. Expand, one token: the row of the result is a sum of rows of B, on CUDA cores.
+Shrink, one token: the 64 rows of a product are four chunks of a page's columns, 16 ranks each; its
+8 columns are eight chunks of the token. So the tensor core reads a page from shared memory, and no
+page passes through registers. Of a row's 8 columns, only the row's own chunk counts. Expand, one
+token: CUDA cores compute the result as a weighted sum of rows of B.
 
-The thread blocks of shrink write partial sums over parts of the columns, which XLA adds up.
+Split-K: thread blocks of shrink write sums over parts of the columns, and XLA adds these up.
 
 Floor: x, the rank pages of every segment's adapter and the output are moved once. Shrink reads x
 once more for each further page of an adapter, from the L2 cache.
@@ -28,22 +28,22 @@ from pallas_kernels.lora.work_items import ROWS, padded, sgmv_schedule
 from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, swizzled, whole_product
 from pallas_kernels.ragged import ALIGNMENT
 
-CHUNKS = ROWS // PAGE_RANKS  # Chunks of a page that one product takes in the schedule of one token.
+CHUNKS = ROWS // PAGE_RANKS  # Chunks of a page in one product of the schedule for one token.
 TOKEN_CHUNKS = 8  # Chunks of a token that are copied at once: the columns of that product.
-CHUNK = 64, 32  # Columns of a chunk: the first of these of which a multiple of 8 chunks fits.
+CHUNK = 64, 32  # Columns of a chunk: the first number of which 8 chunks divide the width.
 STAGES = 6  # Tiles that a thread block of shrink has in flight.
 WAVES = 4  # Thread blocks of shrink, as a multiple of the number of multiprocessors.
 MIN_STEPS = 2  # The fewest steps of a thread block of shrink.
-TILES = 256, 128  # Columns of the result of a thread block of expand: the first of these that fits.
-MOST_HELD = 512  # Columns of all pages that it holds, if it can.
-PART = 64  # Columns of them that tensor cores compute at once: more would need many registers.
-MOST_PAGES = 8  # Rank pages of an adapter that expand has in shared memory.
+TILES = 256, 128  # Output columns of a thread block of expand: the first number that fits.
+MOST_HELD = 512  # The most output columns times pages in it; TILES[-1] may exceed this.
+PART = 64  # Output columns that tensor cores compute at once: more need too many registers.
+MOST_PAGES = 8  # The most rank pages of an adapter that expand holds in shared memory.
 
 
 def unsupported(rank_pages, *dtypes, a=None, b=None) -> str | None:
     """Why the kernels cannot run these arguments, or None.
 
-    dtypes: of what is multiplied with a or b, which are given if the call has them.
+    dtypes: of all operands that are multiplied with a or b. a, b: None if the call has none.
     """
     found = [jnp.dtype(d) for d in (*dtypes, *(w.dtype for w in (a, b) if w is not None))]
     if len(set(found)) > 1 or found[0] not in (jnp.bfloat16, jnp.float16):
@@ -63,8 +63,8 @@ def _chunk(width: int) -> int | None:
 
 
 def _tile(width: int, Q: int) -> int | None:
-    """The columns of a thread block of expand, few where it holds many pages: several blocks must
-    fit into a multiprocessor's shared memory."""
+    """The output columns of a thread block of expand, or None if no number fits. With many pages
+    they are few, because several blocks must fit into a multiprocessor's shared memory."""
     fits = [
         tile for tile in TILES if width % tile == 0 and (Q * tile <= MOST_HELD or tile == TILES[-1])
     ]
@@ -107,15 +107,14 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
             ),
             "out_s": plgpu.SMEM((ROWS, PAGE_RANKS), jnp.float32),
             "sums_s": plgpu.SMEM((ROWS,), jnp.float32),
-            # In both schedules the rows come in as many copies, and what they are multiplied with
-            # in one.
+            # In both schedules CHUNKS copies fill a stage of rows_s, and one copy of columns_s.
             "filled": plgpu.Barrier(num_arrivals=CHUNKS + 1, num_barriers=STAGES),
         },
     )(
         x, x.reshape(rows, width // chunk, chunk), a, items, rank_pages, num_rank_pages,
         jnp.asarray(layer, jnp.int32)[None],
     )  # fmt: skip
-    # Only the schedule of one token writes a sum for each of four chunks.
+    # Only the schedule for one token writes a sum for each of four chunks.
     parts = parts[:, :T].reshape(splits, T, Q, CHUNKS, PAGE_RANKS)
     held = pages_held(schedule.slots, schedule.has_adapter, Q, num_rank_pages)
     written = held[..., None] & (schedule.alone[:, None, None] | (jnp.arange(CHUNKS) == 0))
@@ -124,8 +123,8 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
 
 
 def _split(blocks: int, steps: int) -> tuple[int, int]:
-    """The parts that `steps` are cut into, where `blocks` thread blocks would do all of them, and
-    the steps of a part."""
+    """Split-K: the number of parts that `steps` are cut into, and the steps of a part. blocks:
+    thread blocks without the split."""
     gpu = backend.current_gpu()
     wanted = pl.cdiv((gpu.num_multiprocessors if gpu else 1) * WAVES, blocks)
     steps_per_split = max(pl.cdiv(steps, wanted), min(MIN_STEPS, steps))
@@ -310,7 +309,7 @@ def _expand_items(
 
 
 def _store_rows(source, destination, base, lo, hi) -> None:
-    """Copy rows lo to hi - 1 of a tile, which registers have written, to destination(rows)."""
+    """Copy rows lo to hi - 1 of a tile in shared memory to destination(rows), after a commit."""
     plgpu.commit_smem()
     in_runs(
         lo, hi - lo, ROWS,

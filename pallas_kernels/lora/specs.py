@@ -14,16 +14,19 @@ from pallas_kernels.lora.api import plan_sgmv, sgmv
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
 from pallas_kernels.specs import Cost, Op, Spec
 
-SKEW = 1.5  # How many times as popular an adapter is as the next one, where popularity is skewed.
+SKEW = 1.5  # An adapter's popularity relative to the next one's, where popularity is skewed.
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 
 def segment_lengths(popularity: str, tokens: int) -> list[int]:
-    """How many of `tokens` tokens each adapter has, by popularity (Punica §7).
+    """The number of tokens of each adapter, of `tokens` tokens in all (Punica §7).
 
-    'distinct': one each. 'uniform': the same number for ⌈√tokens⌉ adapters, or one more. 'skewed':
-    the i-th least popular adapter has ⌊1.5^i⌋, and the most popular one what is left. 'identical':
-    one adapter has all. Raises ValueError for another popularity.
+    'distinct': one token each.
+    'uniform': equal numbers for ⌈√tokens⌉ adapters, some with one more.
+    'skewed': ⌊1.5^i⌋ for the i-th least popular adapter, and the rest for the most popular one.
+    'identical': all tokens for one adapter.
+
+    Raises ValueError for another popularity.
     """
     if popularity == "distinct":
         return [1] * tokens
@@ -44,10 +47,10 @@ def segment_lengths(popularity: str, tokens: int) -> list[int]:
 class Lora:
     """The shapes of a call of SGMV.
 
-    inputs, outputs: width of the projection.
-    lengths: tokens of each segment, which has an adapter of its own.
-    ranks: of the adapters, in turn.
-    without: tokens without an adapter, behind the others.
+    inputs, outputs: widths of the projection.
+    lengths: tokens of each segment. Each segment has an adapter of its own.
+    ranks: the adapters' ranks, repeated in turn.
+    without: tokens without an adapter, after all others.
     """
 
     inputs: int
@@ -84,7 +87,7 @@ def sgmv_of_arrays(*, slots, starts, ends, count, **arguments):
 
 
 def make(shapes: Lora) -> Spec:
-    """Two layers, of which the second one is used. Adapters lie in random slots and pages."""
+    """A call for the second of two layers. Adapters lie in random slots and pages."""
 
     def arguments(key):
         keys = jax.random.split(key, 5)
@@ -123,7 +126,7 @@ def make(shapes: Lora) -> Spec:
     )
 
 
-# Inputs and outputs of the projections whose widths differ; of 70B also the part of one of 8 GPUs.
+# Input and output widths of the projections, without repetitions; for 70B also one GPU's part of 8.
 WIDTHS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "llama-2-7b": {"q": (4096, 4096), "up": (4096, 11008), "down": (11008, 4096)},
     "llama-2-13b": {"q": (5120, 5120), "up": (5120, 13824), "down": (13824, 5120)},

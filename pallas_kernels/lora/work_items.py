@@ -1,6 +1,6 @@
-"""What thread blocks of the kernels work on: tiles of tokens that share an adapter.
+"""The work items of the kernels' thread blocks: tiles of tokens that share an adapter.
 
-That follows from the segments alone, so it is made once a step, for all layers and projections.
+They depend on the segments alone, so they are planned once a step, for all layers and projections.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ ROWS = 64  # Tokens of a tile: the M of a wgmma.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SgmvSchedule:
-    """items: [n, 5] int32, as `work_items` has them.
-    slots: [T] int32, the adapter slot of each token. has_adapter: [T] bool, whether it counts.
+    """items: [n, 5] int32, from `work_items`.
+    slots: [T] int32, the adapter slot of each token.
+    has_adapter: [T] bool, whether the token has an adapter, so that its slot is valid.
     alone: [T] bool, whether the token is the only one of its segment.
     """
 
@@ -29,7 +30,7 @@ class SgmvSchedule:
 
 
 def sgmv_schedule(segments: Segments, T: int) -> SgmvSchedule:
-    """For an array of T tokens."""
+    """The schedule for an array of T tokens."""
     slots, has_adapter = slot_of_tokens(segments, T)
     token, run = jnp.arange(T)[:, None], jnp.arange(segments.slots.shape[0])
     only = (token == segments.starts) & (token + 1 == segments.ends)
@@ -38,16 +39,16 @@ def sgmv_schedule(segments: Segments, T: int) -> SgmvSchedule:
 
 
 def padded(T: int) -> int:
-    """The rows that arrays of T tokens need, so that no tile leaves them."""
+    """The rows to which arrays of T tokens are padded, so that no tile reaches beyond them."""
     return max(T + -T % ALIGNMENT, ROWS)
 
 
 def work_items(segments: Segments, T: int):
-    """Tiles that cover all live segments of an array with T rows, T as `padded`: [n, 5] int32.
+    """Tiles that cover all live segments of an array of T rows, T from `padded`: [n, 5] int32.
 
     The five fields of an item are: the adapter slot; the first row of the tile; lo and hi, where
-    rows lo to hi - 1 of the tile are the segment's own; whether the segment has only one token.
-    Items that are left over have no rows.
+    rows lo to hi - 1 of the tile belong to the segment; whether the segment has only one token.
+    Unused items have no rows.
     """
     S = segments.slots.shape[0]
     live = jnp.arange(S) < segments.count[0]

@@ -1,17 +1,20 @@
 """Fast jnp under jit: single tokens all at once, longer segments one after the other.
 
-Work and memory traffic depend on the segments and on the ranks of their adapters. Where no segment
-is live, no loop has an iteration, and all that is left is an output of zeros.
+Work and memory traffic depend on the segments and on the ranks of their adapters. Without a live
+segment no loop has an iteration, and only the output of zeros remains.
 
-A step of decodes, in which many tokens have an adapter of their own, is bound by reading these.
-Such tokens are computed at once, as sums whose terms XLA reads where they lie, on all cores. In a
-loop it copies every page before it multiplies by it, on one core, and takes 1.2 to 1.8 times as
-long (widths of 128 to 4,096, 32 tokens). Other segments go in blocks of a few rows.
+A decode step in which many tokens have an adapter of their own is bound by reading the adapters.
+Such tokens are computed at once, as sums whose terms XLA reads in place, on all cores. A loop over
+them copies every page before the product, on one core, and takes 1.2 to 1.8 times as long (widths
+of 128 to 4,096, 32 tokens). Other segments are computed in blocks of a few rows.
 
-The forms of the field were measured against the loop on a CPU, and are slower in all popularities:
-gather the pages of every token and multiply in one batch (1.3 to 6 times the time at batch 32, for
-it copies pages that tokens share), products of the whole batch with each adapter, masked (up to 7
-times; the same time if one adapter has all tokens), `lax.ragged_dot` (more than 10 times).
+Common alternatives were measured against the loop on a CPU. They are slower in all popularities:
+
+- gathering the pages of every token for one batched product takes 1.3 to 6 times as long at batch
+  32, because it copies shared pages once for each token;
+- masked products of the whole batch with each adapter take up to 7 times as long, and equally long
+  if one adapter has all tokens;
+- `lax.ragged_dot` takes more than 10 times as long.
 """
 
 from collections.abc import Callable
@@ -22,11 +25,11 @@ from jax import lax
 
 from pallas_kernels.lora.segments import PAGE_RANKS, slot_of_tokens
 
-# Rows of one product. The rows of a block beyond the segment are computed for nothing, but each
-# block reads the adapter's pages once more.
+# Rows of one product. Long blocks compute rows beyond the segment for nothing; short blocks read
+# the adapter's pages more often.
 SHORT, LONG = 8, 32
-FEW_SHARE = 4  # Single tokens are few where they are no more than a fourth of all tokens.
-TERMS, COLUMNS = 16, 128  # The most terms of a sum of columns, and the fewest columns.
+FEW_SHARE = 4  # Single tokens are few if they are at most a fourth of all tokens.
+TERMS, COLUMNS = 16, 128  # The most terms of a sum, and the fewest columns of a term.
 
 
 def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
@@ -67,9 +70,9 @@ def _add(y, part, q):
 def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages):
     """`zero` [T, O], with the rows of live segments replaced.
 
-    product(rows, page, q): what the q-th page of an adapter makes of rows [n, I] of x, in float32;
-    page: of all of them, or [n], of each its own.
-    join(out, part, q): what out [n, O] becomes by it; out is None before the first page.
+    product(rows, page, q): the float32 product of rows [n, I] of x with the q-th page of an
+        adapter. page: one page for all rows, or [n], one page for each row.
+    join(out, part, q): out [n, O] joined with this product; out is None before the first page.
     """
     T, Q, S = x.shape[0], rank_pages.shape[1], segments.slots.shape[0]
 
@@ -91,7 +94,7 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
         rows = min(rows, T)
 
         def block(i, y):
-            # The last block may overlap with what is before it, rather than leave the array.
+            # The last block may overlap the rows before it, so that it stays inside the array.
             at = jnp.minimum(start + i * rows, T - rows)
             row = (at + jnp.arange(rows))[:, None]
             own = (row >= start) & (row < end)
@@ -111,9 +114,9 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
         return lax.switch(kind, kinds, slot, start, end, y)
 
     def single_tokens():
-        """`zero` with the rows of segments of one token, all at once."""
+        """`zero` with the rows of all one-token segments replaced, all at once."""
         here = (jnp.arange(T)[:, None] == segments.starts) & (lengths == 1)
-        after = jnp.where(here, segments.slots + 1, 0).sum(1)  # its slot is the one before
+        after = jnp.where(here, segments.slots + 1, 0).sum(1)  # slot + 1, or 0 for none
         slot = jnp.maximum(after - 1, 0)
         pages = jnp.where(after > 0, num_rank_pages[slot], 0)
 
@@ -126,12 +129,12 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
         out = lax.fori_loop(0, jnp.where(many, pages.max(), 0), join_page, out)
         return out.astype(zero.dtype)
 
-    if T == 1:  # At most one segment is of any use, and a loop would take longer than it.
+    if T == 1:  # At most one segment has a token, and a loop costs more than its product.
         (slot,), (has_adapter,) = slot_of_tokens(segments, 1)
         has_adapter &= num_rank_pages[slot] > 0
         return lax.cond(has_adapter, lambda: rows_of(slot, 0, 1), lambda: zero)
     many, count = jnp.bool_(False), segments.count[0]
-    if T == S:  # a step of decodes
+    if T == S:  # a decode step
         lengths = jnp.where(jnp.arange(S) < count, segments.ends - segments.starts, 0)
         many = (lengths == 1).sum() * FEW_SHARE > T
         zero = single_tokens()
@@ -140,7 +143,7 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
 
 
 def _page(stack, layer, page):
-    """One page [16, I] of a stack, without a copy of what lies around it."""
+    """One page [16, I] of a stack, without a copy of the layer."""
     return lax.dynamic_slice(stack, (layer, page, 0, 0), (1, 1, *stack.shape[2:]))[0, 0]
 
 
@@ -160,8 +163,9 @@ def _expanded(v, b, layer, page):
 
 
 def _shrunk_each(rows, a, layer, pages):
-    """Each row with its own page. XLA vectorises sums of terms, but no sum over an array's last
-    axis that it reads through an index: as few columns as fill its vectors are summed last."""
+    """Each row with its own page. XLA vectorises a sum of gathered terms, but not a sum over the
+    last axis of a gathered array. So terms are added first, and the sum over the last axis is taken
+    of only as many columns as fill the vectors."""
     _, N, R, width = a.shape
     terms = max(
         n for n in range(1, TERMS + 1) if width % n == 0 and (n == 1 or width // n >= COLUMNS)

@@ -26,8 +26,8 @@ DEFAULT_WRITE = "xla"
 class KeyRuns:
     """Runs of a step's tokens that lie in one logical page.
 
-    first: [I] int32, the first token of each run.  counts: [I] int32, its tokens; 0 if the run is
-    left over.
+    first: [I] int32, the first token of each run.
+    counts: [I] int32, the tokens of each run; 0 for unused runs.
     """
 
     first: jax.Array
@@ -35,10 +35,12 @@ class KeyRuns:
 
 
 def key_runs(slots_T, written_T, logical: int, num_rows: int) -> KeyRuns:
-    """The runs of ragged chunks, to be found once for all layers and heads.
+    """The runs of ragged chunks, to be computed once for all layers and heads.
 
-    slots: [T] int32, page * P + offset of each token in one layer and head. written: [T] bool,
-    false for padding. logical: N_L. num_rows: of chunks at most.
+    slots: [T] int32, page * P + offset of each token in one layer and head.
+    written: [T] bool, false for padding.
+    logical: N_L.
+    num_rows: the most chunks.
     """
     T = len(slots_T)
     previous = jnp.concatenate([jnp.full(1, -2, slots_T.dtype), slots_T[:-1]])
@@ -61,16 +63,17 @@ def write_key_statistics(
     runs: KeyRuns | None = None,
     implementation: str | None = None,
 ):
-    """Bring new keys into the statistics of their logical pages (§3.5.2).
+    """Update the statistics of logical pages with new keys (§3.5.2).
 
-    The token at offset 0 of a logical page sets its statistics and the others widen them, so that a
-    page which gets a new owner needs no reset.
+    The token at offset 0 of a logical page sets the page's statistics, and all others widen them,
+    so that a page with a new owner needs no reset.
 
-    statistics: [N, C, 2D]. k: [T, K, D]; of one sequence the tokens lie in order.
+    statistics: [N, C, 2D].
+    k: [T, K, D], the tokens of each sequence in order.
     slots: [T, K] int32, page * P + offset, not negative. Slots of N * P or more, which padding and
         heads without statistics have, write nothing.
     logical: N_L, the tokens of a logical page.
-    runs: of these tokens; None if no two of them lie in one logical page, as in decode.
+    runs: `key_runs` of these tokens; None if no two of them share a logical page, as in decode.
 
     Returns the statistics; a donated array is written in place. Raises ValueError if the shapes do
     not fit together, if there are 2**31 slots or more, or if the named implementation cannot run
@@ -115,18 +118,19 @@ def select_pages(
     schedule: DecodeSchedule | None = None,
     implementation: str | None = None,
 ):
-    """The pages that matter most to each row's queries, the newest one aside (§3.5.2, eq. 2).
+    """The pages with the highest scores for each row's queries, without the newest page (§3.5.2,
+    eq. 2).
 
-    A logical page's score is the sum over channels of max(q * k_max, q * k_min), the largest that
-    q·k could be in it. A page's score is the largest of its logical pages and of the row's queries.
+    A logical page's score is the sum over channels of max(q * k_max, q * k_min), an upper bound of
+    q·k in it. A page's score is the largest over its logical pages and the row's queries.
 
     q: [R, G, D]; a row is a sequence's KV head with all of its query heads, or one query head.
     statistics: [N, C, 2D].
     tables: [R, M] int32 page ids in token order.
-    num_pages: [R] int32 pages of the row with tokens. The last of them is not scored: attention
-        always reads it.
-    count: how many pages are selected; a row that selects must have more.
-    selects: [R] bool, which rows select; None means all. The work is theirs alone.
+    num_pages: [R] int32 pages of the row with tokens. The last page is not scored, because
+        attention always reads it.
+    count: the number of selected pages; a row that selects must have more pages.
+    selects: [R] bool, which rows select; None means all. Other rows cost no work.
     schedule: `plan_selection` of these rows, made for all layers; None makes one for this call.
 
     Returns entries of the table [R, count] int32, best first, ties by the lower entry; anything for

@@ -1,16 +1,16 @@
-"""Scores of pages on Hopper (LServe §3.5.2, eq. 2); which pages are best XLA's top_k finds.
+"""Scores of pages on Hopper (LServe §3.5.2, eq. 2). XLA's top_k selects the best pages.
 
-The statistics of a page are 2 * C rows of D values, by turns the largest and the smallest keys of a
-logical page. Largest are at least as large as smallest, so max(q * k_max, q * k_min) is
-max(q, 0) * k_max + min(q, 0) * k_min, and a logical page's score the sum of two products, of rows
-that follow each other. A thread block computes the products of a tile's rows with max(q, 0) and
-with min(q, 0) of all query heads of a KV head, keeps of each row the one that is meant, and adds
-that of the next row. As in decode (paged_attention/decode_sm90.py) a warpgroup computes, another
-one fetches, one TMA a page, and a schedule gives each thread block an equal part of the work.
+The statistics of a page are 2 * C rows of D values, alternately k_max and k_min of a logical page.
+Because k_max >= k_min, max(q * k_max, q * k_min) is max(q, 0) * k_max + min(q, 0) * k_min. So a
+logical page's score is the sum of two products, with two adjacent rows. For all query heads of a KV
+head, a thread block multiplies each row of a tile with max(q, 0) and with min(q, 0), keeps the
+product that belongs to the row, and adds that of the next row. As in decode
+(paged_attention/decode_sm90.py) one warpgroup computes and another one fetches, with one TMA a
+page, and a schedule gives each thread block an equal part of the work.
 
-Floor: the 2 * C * D values of each page that is scored are read once. The kernel writes a number a
-row beside them, half of which mean nothing, 1/64 of the bytes at D = 128 and 16 bits; XLA reads
-those of all rows of the table.
+Floor: the 2 * C * D values of each scored page are read once. The kernel also writes one float32 a
+row, 1/64 of the bytes at D = 128 and 16 bits; every second one is unused. XLA reads the numbers of
+all pages of the table.
 """
 
 from dataclasses import replace
@@ -28,8 +28,8 @@ from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_prod
 ROWS = 128  # Rows of statistics in a tile.
 STAGES = 3  # Tiles under way, as the shared memory of two thread blocks allows at D = 128.
 QUERY_SLOTS = 2  # Items whose queries are in shared memory.
-TILE_ROWS = 8  # Rows of a page must fill those of a swizzled tile.
-MOST_GROUP = 16  # Query heads of a row.
+TILE_ROWS = 8  # Rows of a swizzled tile, which must divide the rows of a page.
+MOST_GROUP = 16  # The most query heads of a row.
 
 
 def refusal(q, statistics) -> str | None:
@@ -55,8 +55,8 @@ def has_tiles(C: int) -> bool:
 
 
 def schedule_of(num_pages_R, selects_R, C: int) -> DecodeSchedule:
-    """Which thread block scores what: all pages of rows that select but the newest, C logical pages
-    each."""
+    """The schedule over all pages of the rows that select, without each row's newest page. C:
+    logical pages of a page."""
     scored = jnp.where(selects_R, num_pages_R - 1, 0)
     return decode_schedule(scored[:, None], ROWS // (2 * C), empty_rows=False)
 
@@ -66,7 +66,7 @@ def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
     if schedule is None:
         schedule = schedule_of(num_pages, selects, C)
     scores = _scores_of_rows(q, statistics, tables, schedule)
-    # In the rows that nothing has written, and in every second one, there may be anything.
+    # Rows of unscored pages, and every second row, may hold anything.
     scores = scores.reshape(len(q), -1, C, 2)[:, :M, :, 0].max(-1)
     scored = selects[:, None] & (jnp.arange(M) < num_pages[:, None] - 1)
     _, best = lax.top_k(jnp.where(scored, scores, -jnp.inf), count)
@@ -74,12 +74,12 @@ def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
 
 
 def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
-    """[R, rows] float32, the largest of the query heads' scores. Only every second row has one."""
+    """Scores [R, rows] float32, the largest over the query heads, in every second row only."""
     R, G, D = q.shape
     N, C, _ = statistics.shape
     pages = ROWS // (2 * C)
     columns = 8 * pl.cdiv(G, 8)
-    # A head that is there twice leaves the largest score as it is.
+    # Repeated heads pad the columns and leave the largest score unchanged.
     q = q[:, jnp.arange(columns) % G]
     signs = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=1)
 
@@ -155,7 +155,7 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
         scratch={
             "signs_s": plgpu.SMEM((QUERY_SLOTS, 2 * columns, D), q.dtype, transforms=swizzled(64)),
             "statistics_s": plgpu.SMEM((STAGES, ROWS, D), q.dtype, transforms=swizzled(64)),
-            # The last row of a tile, which means nothing, has one that follows it too.
+            # The tile's last row, which is unused, also adds a next row.
             "scores_s": plgpu.SMEM((ROWS + TILE_ROWS, columns), jnp.float32),
             "queries": Ring.scratch(QUERY_SLOTS),
             "tiles": Ring.scratch(STAGES, copies=pages),

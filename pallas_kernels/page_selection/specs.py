@@ -1,7 +1,7 @@
 """Named arguments of the selection of pages and of the statistics that it reads.
 
-Queries and statistics are small integers, so scores are the same in whatever order they are summed,
-and many of them are equal: all implementations must select the same pages.
+Queries and statistics are small integers, so scores do not depend on the order of summation, and
+many scores are equal: all implementations must select the same pages.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,11 @@ LOGICAL = 16  # tokens of a logical page
 
 @dataclass(frozen=True)
 class Selection:
-    """sequences: each has `heads.K` rows, in half of which heads stream, and do not select.
-    context: the most tokens of a sequence. budget: tokens that are read.
-    selecting: one in so many sequences selects in this step."""
+    """sequences: each has `heads.K` rows. Half of these are streaming heads and do not select.
+    context: the most tokens of a sequence.
+    budget: tokens that attention reads.
+    selecting: one in `selecting` sequences selects in this step.
+    """
 
     heads: Heads
     sequences: int = 64
@@ -96,7 +98,8 @@ def write(
     dtype="bfloat16",
 ) -> Spec:  # fmt: skip
     """Chunks of `counts` tokens that begin anywhere in pages of their own, then a token of padding.
-    The second half of the heads streams, and has no statistics. Chunks of one token are decoded."""
+    The second half of the heads streams, and has no statistics. With chunks of one token the call
+    is a decode step's."""
     (K, D), T, C = (heads.K, heads.D), sum(counts) + 1, page_size // LOGICAL
     places = num_pages * page_size
 
@@ -131,7 +134,8 @@ def write(
         }
 
     def cost(arguments) -> Cost:
-        """Of a run at least every logical page of tokens, a head's statistics read and written."""
+        """Keys are read once. A chunk has at least one run for each `LOGICAL` tokens, and for each
+        run a head's statistics are read and written."""
         heads_with = max(1, K // 2)
         runs = sum(-(-count // LOGICAL) for count in counts)
         return Cost(bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize)

@@ -1,6 +1,6 @@
 """Statistics of new keys on Hopper, in place (LServe §3.5.2).
 
-It has not been timed yet against XLA's gather and scatter, which stay the default.
+The kernel has not been timed yet against XLA's gather and scatter, which stay the default.
 Floor: each key is read once, and the statistics of its logical page are read and written once.
 """
 
@@ -21,8 +21,8 @@ def refusal(k) -> str | None:
 
 
 def write(statistics, k, slots, runs, *, logical):
-    """A thread block for each run and head. It reads the run's keys all at once: those beyond the
-    run are the last one of it again, which changes no extreme."""
+    """A thread block for each run and head. It reads as many keys at once as a run can have; beyond
+    its own run it reads the run's last key again, which changes no extreme."""
     N, C, _ = statistics.shape
     T, K, D = k.shape
     if runs is None:

@@ -8,7 +8,7 @@ SCORED_PAGES = 64  # Pages whose statistics an iteration reads.
 
 
 def write(statistics, k, slots, runs, *, logical):
-    """Each run is reduced by itself, and then joined to what its logical page has."""
+    """Each run is reduced by itself, and then joined to the statistics of its logical page."""
     N, C, _ = statistics.shape
     T, K, D = k.shape
     k = k.astype(statistics.dtype)
@@ -24,10 +24,10 @@ def write(statistics, k, slots, runs, *, logical):
             runs.counts[:, None] > 0, slots[jnp.minimum(runs.first, T - 1)], N * C * logical
         )
     flat = statistics.reshape(N * C, 2 * D)
-    # What is dropped has a place of its own too: the scatter's indices are promised to be distinct.
+    # Dropped rows have places of their own too, because the scatter promises distinct indices.
     nowhere = N * C + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
     places = jnp.where(slots < N * C * logical, slots // logical, nowhere)
-    # Without the barrier XLA joins the read with the write, and copies the array for it.
+    # Without the barrier XLA fuses the read with the write, and copies the array for that.
     old, flat = jax.lax.optimization_barrier((flat.at[places].get(mode="clip"), flat))
     continues = (slots % logical > 0)[..., None]
     highest = jnp.where(continues, jnp.maximum(highest, old[..., :D]), highest)
@@ -39,7 +39,7 @@ def write(statistics, k, slots, runs, *, logical):
 
 def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
     """k_max >= k_min, so max(q * k_max, q * k_min) is max(q, 0) * k_max + min(q, 0) * k_min: all
-    scores of a page are one product of [max(q, 0) | min(q, 0)] with what is stored."""
+    scores of a page are one product of [max(q, 0) | min(q, 0)] with the stored statistics."""
     R, G, D = q.shape
     N, C, _ = statistics.shape
     M = tables.shape[1]

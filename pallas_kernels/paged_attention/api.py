@@ -114,9 +114,9 @@ def paged_attention(
     scale:    multiplies q·k; None means D ** -0.5.
     sliding_window: how many of the last tokens are read; None means all.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
-    first:    [S, K] int32, the first token of its table that each head reads, for windows over
-              tables that leave pages out; None means 0, or what the sliding window says. Kernels
-              read tables from their beginning.
+    first:    [S, K] int32, the index in its table of the first token that each head reads, for
+              windows over tables that leave pages out. None means 0, or the start of the sliding
+              window. Kernels do not support it.
     return_lse: whether to return the log-sum-exp of the scores too.
     return_scores: whether to return the scores too.
     schedule: `plan_decode` of these lengths, made for all layers; None makes one for this call.
@@ -182,10 +182,10 @@ def paged_prefill_attention(
     k_pages, v_pages, tables [S, K, M], page_offset, scale, sliding_window, soft_cap: as in
               `paged_attention`.
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
-    lengths:  [S] int32 tokens of each sequence in the cache, with those of the chunk. The last
-              query of a chunk sees all of them, and each query before it sees one fewer.
-    first:    [T] int32, as in `paged_attention`, of all heads; no query's is below that of the one
-              before it in its sequence.
+    lengths:  [S] int32 tokens of each sequence in the cache, including the chunk's tokens. The last
+              query of a chunk sees all tokens, and each query before it sees one token fewer.
+    first:    [T] int32, as in `paged_attention`, the same for all heads, and non-decreasing within
+              each sequence.
     schedule: `plan_prefill` of these chunks, made for all layers; None makes one for this call.
 
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
@@ -218,7 +218,7 @@ def paged_prefill_attention(
 
 
 def _skips(first, refusal: str | None) -> tuple[str | None, dict]:
-    """The kernel's refusal, and the argument `first` if it is given."""
+    """The kernel's refusal, which covers `first`, and `first` as a keyword if it is not None."""
     if first is None:
         return refusal, {}
     return refusal or "it reads tables from their beginning", {"first": first}
@@ -229,7 +229,7 @@ def _array(x):
 
 
 def refusal_of(refuse, q, k_pages, v_pages, *more) -> str | None:
-    """Why a kernel cannot run these arguments, or None. refuse: its own reasons, if it has any."""
+    """Why a kernel cannot run these arguments, or None. refuse: the kernel's own check, or None."""
     if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
         return "it reads no quantised pages"
     return refuse and refuse(q, k_pages, v_pages, *more)

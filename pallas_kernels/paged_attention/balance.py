@@ -14,7 +14,7 @@ FLOAT32 = 4  # bytes
 
 
 def of_rows(tiles_R, schedule: DecodeSchedule, heads: Heads, kv_bytes: int) -> Balance:
-    """Of a decode schedule, by the tiles of each sequence's KV head."""
+    """The balance of a decode schedule. tiles: [R], of each sequence's KV head."""
     return balance(
         tiles_R,
         schedule.items,
@@ -37,8 +37,8 @@ def of_decode(shapes: Attention, schedule: DecodeSchedule, lengths_SxK) -> Balan
 
 
 def of_prefill(shapes: Attention, schedule: PrefillSchedule, keys_read: int) -> Balance:
-    """A thread block runs an item for the query heads that share a tile of rows. keys_read: by any
-    of them, of all KV heads."""
+    """The balance of a prefill schedule. A thread block runs an item for the query heads that share
+    a tile of rows. keys_read: keys that any query reads, summed over KV heads."""
     (H, K, D), window = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sliding_window
     T = shapes.sequences * shapes.chunk
     assert schedule.key_tiles is None
@@ -46,7 +46,7 @@ def of_prefill(shapes: Attention, schedule: PrefillSchedule, keys_read: int) -> 
     _, at, row = np.unique(
         np.stack([sequence, head, base, lo]), axis=1, return_index=True, return_inverse=True
     )
-    # The rows of an item see keys up to that of their last, from the first that the first sees.
+    # An item's rows see keys from the first key that the first row sees to the last row's own key.
     keys = np.maximum(position + hi, 0)[at]
     first = np.maximum((position + lo)[at] + 1 - (window or 2**30), 0)
     tile = prefill_sm90.KV_TILE

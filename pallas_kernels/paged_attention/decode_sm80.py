@@ -1,8 +1,8 @@
 """Paged decode attention for Ampere and Ada: split-KV, cp.async and mma.sync.
 
-No GPU has run it, and its speed is unknown, so it runs only if it is named. It compiles for sm_80
-without spills, and its results in the interpreter are right. But copies end at once there, so a
-test replays the order of copies and waits to show that the kernel waits for its copies.
+No GPU has run the kernel, and its speed is unknown, so it runs only by name. It compiles for sm_80
+without spills, and its results in the interpreter are right. But copies end at once in the
+interpreter, so a test replays copies and waits in order to show that the kernel waits for copies.
 
 Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dtype.
 """
@@ -18,7 +18,7 @@ from pallas_kernels.attention.tiles import columns
 from pallas_kernels.mosaic import copy_async, mma, pl, plgpu, store, swizzled, tiled, wait_copies
 
 COPIED_AT_ONCE = 128  # Elements, one for each thread.
-STAGE_BYTES = 64 * 1024  # Keys and values that a thread block has in flight.
+STAGE_BYTES = 64 * 1024  # Of the keys and values that a thread block has in flight.
 
 refusal = split_kv.refusal
 
@@ -47,8 +47,8 @@ def decode(
     copies = max(1, tile // P)  # Of the keys of a tile.
     rows = min(P, tile)  # Rows of a page in one tile.
     # Copies end in the order in which they began: for each tile its keys, then its values. Entry n
-    # is for a tile that n others follow: the number of copies that may have begun after the copies
-    # of its keys, and after those of its values.
+    # is for a tile with n further tiles under way. It is the number of copies that may have begun
+    # after the copies of the tile's keys, or after the copies of its values.
     after_keys = [(2 * n + 1) * copies for n in range(stages)]
     after_values = [2 * n * copies for n in range(stages)] + after_keys[-1:]
 
@@ -141,6 +141,6 @@ def _write(out_s, out_ref, row, attention_DxN):
 
 
 def _copied_at_once(G: int, D: int) -> list:
-    """The query heads, as many at a time as give each thread an element. Parts may overlap."""
+    """Slices of the query heads, each with one element for every thread. Slices may overlap."""
     count = max(1, COPIED_AT_ONCE // D)
     return [pl.ds(min(g, G - count), count) for g in range(0, G, count)]

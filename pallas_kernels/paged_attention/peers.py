@@ -1,7 +1,7 @@
-"""Others' attention for the shapes of ours, where they can be imported: what to compare with.
+"""Other libraries' attention for the same shapes, for comparison, where it can be imported.
 
-Not all of them read pages: JAX's on Mosaic, cuDNN and torch get the keys and values of each
-sequence contiguous, which is less work than ours.
+Some of these kernels do not read pages: JAX's on Mosaic, FlashInfer's prefill, cuDNN and torch get
+the keys and values of each sequence contiguous, which is less work.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _REPEATS = 10
 
 
 def compiled(spec: str, shapes: Mapping[str, Attention]) -> dict[tuple[str, str], Callable]:
-    """What is compiled beside prefill with a spec (`Op.peers`)."""
+    """The peers that are compiled for comparison with prefill (`Op.peers`)."""
     peers = {
         "jax attention_mgpu": _attention,
         "jax hopper_matmul_mgpu": _matmul,
@@ -35,7 +35,7 @@ def compiled(spec: str, shapes: Mapping[str, Attention]) -> dict[tuple[str, str]
 def timed(
     peers: Mapping[str, Callable], shapes: Mapping[str, Attention], small: bool
 ) -> dict[tuple[str, str], Callable]:
-    """What is timed beside an op (`Op.timed_peers`)."""
+    """The peers that are timed for comparison with an op (`Op.timed_peers`)."""
     return {
         (spec, name): partial(peer, _small(shapes[spec]) if small else shapes[spec])
         for name, peer in peers.items()
@@ -44,8 +44,8 @@ def timed(
 
 
 def _jax_attention() -> Callable:
-    """JAX's own causal attention on Mosaic, with FlashAttention-3's schedule: of q [B, T, H, D],
-    and of k and v [B, T, K, D], in float16; T is a multiple of 128."""
+    """JAX's own causal attention on Mosaic, with FlashAttention-3's schedule. It takes q
+    [B, T, H, D], and k and v [B, T, K, D], in float16; T is a multiple of 128."""
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
     config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
     return partial(module.attention, config=config)
@@ -62,7 +62,7 @@ def _matmul(shapes: Attention, gpu: GPU) -> Compiled:
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
     width = shapes.heads.H * shapes.heads.D
     a, b = (jax.ShapeDtypeStruct((rows, width), DTYPE) for rows in (shapes.chunk, width))
-    # It would ask the GPU, which is not here.
+    # The original queries the GPU, which is absent.
     module.get_num_sms = lambda: gpu.num_multiprocessors  # type: ignore[attr-defined]
     config = module.TuningConfig(tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4)
     return lambda a, b: module.matmul(a, b, None, config), (a, b)

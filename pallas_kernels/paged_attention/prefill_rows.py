@@ -1,6 +1,7 @@
 """The rows of prefill on Hopper: which query heads share a tile, how rows are stored and merged.
 
-A warpgroup has ROWS rows: as many queries of each of the query heads that share them, head by head.
+A warpgroup has ROWS rows, ordered by query head, with equally many queries of each of its query
+heads.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +16,14 @@ from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, store
 from pallas_kernels.ragged import ALIGNMENT
 
 ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
-# Registers of a thread. Two computing warpgroups and a fetching one have together what the launch
-# of 384 threads gives, 168 registers each: with a larger sum the last one would wait for ever.
+# Registers of a thread. Two computing warpgroups and a fetching one together take what the launch
+# of 384 threads gives, 168 registers each. With a larger sum one warpgroup would wait for ever.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 40
-FEW_TOKENS = 512  # With at most so many queries, rows of a tile may stay unused.
+FEW_TOKENS = 512  # With at most this many queries, rows of a tile may stay unused.
 
 
 def packed_heads(G: int, T: int) -> int:
-    """How many of G query heads share a tile of rows, so that they share what it reads.
+    """How many of G query heads share a tile of rows, and so the keys and values that it reads.
 
     A warpgroup has room for 64 // heads queries of each head, rounded down to whole TMA tiles.
     """
@@ -40,12 +41,12 @@ def padded_rows(T: int, G: int) -> int:
 
 
 class Results(NamedTuple):
-    """What the kernel of prefill writes.
+    """The outputs of the prefill kernel.
 
-    out: the attention [T, H * D].
-    lse: of each item its rows' log-sum-exp [I, groups, 2, ROWS], or None.
-    partials, partial_lses: both of items that are parts of a tile of rows, by place: [places,
-        groups, 2, ROWS, D] and [places, groups, 2, ROWS].
+    out: [T, H * D], the attention.
+    lse: [I, groups, 2, ROWS], the log-sum-exp of each item's rows, or None.
+    partials: [places, groups, 2, ROWS, D], the attention of items that are parts of a tile of rows.
+    partial_lses: [places, groups, 2, ROWS], their log-sum-exp.
     """
 
     out: Any
@@ -55,8 +56,8 @@ class Results(NamedTuple):
 
 
 def merge(schedule, results: Results, heads: int, queries: int):
-    """The attention and log-sum-exp of `results`, with those of tiles that are in several items;
-    the log-sum-exp as that of an item of the tile."""
+    """`results.out` and `results.lse`, completed for tiles that are split into several items. The
+    log-sum-exp of such a tile is stored for one of its items."""
     _, groups, _, _, D = results.partials.shape
 
     def merge_partials(merges_ref, items_ref, partials_ref, partial_lses_ref, refs, *, out_s):
@@ -88,10 +89,11 @@ def merge(schedule, results: Results, heads: int, queries: int):
 
 
 def lse_of_rows(schedule, lses, K: int, T: int, heads: int, queries: int):
-    """Log-sum-exps [H, T] of those of items [I, groups, 2, ROWS], NEG_INF where none has any."""
+    """The log-sum-exp of rows [H, T], from that of items [I, groups, 2, ROWS]; NEG_INF for rows
+    that see nothing."""
     items, groups, _, _ = lses.shape
     _, head, base, lo, hi, _, _, begin, end, place = schedule.items.T
-    # Of a tile in several items one has what all of them see.
+    # One item of a split tile holds the log-sum-exp over all of them.
     merged = (schedule.merges[:, :1] == jnp.arange(items)).any(0)
     whole = (begin < end) & ((place < 0) | merged)
     query = jnp.arange(2 * queries)

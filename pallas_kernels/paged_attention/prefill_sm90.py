@@ -11,13 +11,12 @@ each, and a third one fetches. As in FlashAttention, an item goes over the visib
                           p' = exp2(s' - max);  acc = acc * decay
 
 The two computing warpgroups take turns: while one's products are under way, the other computes its
-softmax.
-Few long items are split, and a second kernel merges their partial results.
+softmax. Long items are split, and a second kernel merges their partial results.
 
 Floor: 4 * D FLOPs per head for each visible pair of query and key, at the tensor cores' 16-bit
 rate; or q, the output, and every visible key and value moved once, at the memory's rate. The kernel
-does more than that in tiles on the diagonal, a part of which is masked, and in a sequence's last
-tile, some rows of which are unused.
+does more work in tiles on the diagonal, which are masked in part, and in a sequence's last tile, in
+which some rows are unused.
 """
 
 from dataclasses import replace
@@ -54,7 +53,7 @@ from pallas_kernels.ragged import ALIGNMENT
 
 KV_TILE = 128  # Keys of one step. The page size must divide it.
 STAGES = 2  # Tiles of keys and values in flight, as shared memory allows at D = 128.
-FIELDS = 10  # Of an item, the last of which is the place of its partial result.
+FIELDS = 10  # Of an item; the last one is the place of its partial result.
 PLACE = FIELDS - 1
 
 refusal = tiles.refusal
@@ -69,7 +68,8 @@ def schedule_of(
 
 
 def launch_shape(T: int, H: int, K: int) -> tuple[int, int, int]:
-    """Of queries [T, H, D]: the rows of an item, the rows that items cover, and thread blocks."""
+    """For queries [T, H, D]: the rows of an item, the rows that all items cover, and the thread
+    blocks of one group of query heads."""
     heads = packed_heads(H // K, T)
     blocks = max(1, multiprocessors() // (H // K // heads))
     return 2 * queries_of_warpgroup(heads), padded_rows(T, H // K), blocks
@@ -100,7 +100,7 @@ def attend(
     *, page_offset, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
     returns_lse: bool = False,
 ):  # fmt: skip
-    """What a schedule of K KV heads says. tables: [S, K, M], or [S, 1, M] of all heads alike.
+    """Run a schedule of K KV heads. tables: [S, K, M], or [S, 1, M] for all heads.
 
     Returns the attention [T, H, D] and, with returns_lse, the log-sum-exp of scores [H, T] float32,
     NEG_INF for rows that see nothing.
@@ -150,8 +150,14 @@ def attend(
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads: queries [T, H * D], pools [N, P, D], tables [S, K or 1, M], the
-    schedule's items and list of key tiles, if it has one, and page offsets [1] or [K]."""
+    """The inputs of the kernel.
+
+    q: [T, H * D] queries.
+    k, v: [N, P, D] pools.
+    tables: [S, K or 1, M] page ids.
+    items, key_tiles: of the schedule; key_tiles may be None.
+    offset: [1] or [K], added to page ids.
+    """
 
     q: Any
     k: Any
@@ -269,8 +275,8 @@ def _attend(
             return s_ref[...]
 
         def finish(acc, top, total):
-            # Read again, because registers that hold them through the loop would be too many, and
-            # so would be those that hold their address: the compiler does not see that it is that.
+            # The item's fields are read again: to hold them, or their address, through the loop
+            # would take too many registers. The compiler does not see that `again` is `item`.
             again = item + jnp.minimum(end - begin, 0)
             kv_head, base, lo, hi, place = (ins.items[again, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)
@@ -324,7 +330,7 @@ def _attend(
                 copies = partial(copy, ids, pool, buffer.at[slot], ring.filled.at[slot])
                 pl.when(entry < end)(copies)
 
-        # After the last tile it only waits, because no barrier may end with arrivals unseen.
+        # After the last tile it only waits, because no barrier may end with pending arrivals.
         lax.fori_loop(begin, end + STAGES, fetch_tile, None)
 
     def write_zeros():
@@ -335,7 +341,7 @@ def _attend(
         )  # fmt: skip
         plgpu.wait_smem_to_gmem(0)
 
-    # As branches that exclude each other, so that none holds what another one needs in registers.
+    # Branches exclude each other, so that none holds another branch's values in registers.
     @pl.when(hi > lo)
     def run():
         lax.cond(

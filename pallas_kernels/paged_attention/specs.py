@@ -84,7 +84,7 @@ def prefill(shapes: Attention) -> Spec:
     window = shapes.sliding_window or shapes.context
 
     def tokens_read(lengths, counts) -> np.ndarray:
-        """By any of a sequence's queries, in each KV head."""
+        """The tokens of each sequence that any of its queries reads, in each KV head."""
         return np.where(counts > 0, np.minimum(lengths, window + counts - 1), 0)
 
     def cost(arguments) -> Cost:
@@ -143,9 +143,9 @@ def _named(default: Attention) -> dict[str, Attention]:
 
 
 def _lserve(heads: Heads, sequences: int) -> Attention:
-    """LServe's decode: a row for each KV head, whose table has room for 64k tokens. The first half
-    of a sequence's heads is dense and reads 64 selected pages, the other half streams and reads 128
-    + 256 tokens, and both read 33 tokens of their newest page."""
+    """LServe's decode: a row for each KV head, with a table for 64k tokens. The first half of a
+    sequence's heads is dense and reads 63 selected pages. The second half streams and reads 128 +
+    256 tokens. Both also read 33 tokens of their newest page."""
     each, of_dense, of_streaming = heads.K // 2, 63 * 64 + 33, 128 + 256 + 33
     return Attention(
         Heads(heads.H // heads.K, 1, heads.D), sequences * heads.K, context=64 * 1024, page_size=64,
@@ -163,7 +163,7 @@ DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
     "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
     "llama-3-8b-lserve": _lserve(_LLAMA, sequences=64),
     "llama-2-7b-lserve": _lserve(HEADS["llama-2-7b"], sequences=16),
-    # As many columns as products have, and tiles of as many tokens.
+    # The most columns of a product, and the most tokens of a tile.
     "dim64-group16": Attention(Heads(32, 2, 64)),
 }
 # Pages of 8 and of 4 bits, as LServe's.
@@ -178,7 +178,7 @@ QUANTISED_SHAPES = {
         "bundled": Attention(HEADS["bundled"], dtype="float16"),
     }.items()
 }
-# Small chunks after long histories, beside the others.
+# Prefill of whole prompts, and of small chunks after long histories.
 PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)) | {
     "llama-3-8b-chunks": Attention(_LLAMA, sequences=4, context=4096, chunk=512, ragged=True),
     "llama-3-8b-128-of-32k": Attention(_LLAMA, sequences=1, context=32 * 1024, chunk=128),
@@ -187,7 +187,7 @@ PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)
 
 
 def short(shapes: Attention, small: bool) -> Attention:
-    """So short that `reference` has the memory and the time for it."""
+    """`shapes`, so short that `reference` has the memory and the time for them."""
     context, sequences = (100, 2) if small else (1000, 6)
     chunk = min(shapes.chunk, 40 if small else 150)
     heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
@@ -198,8 +198,8 @@ def short(shapes: Attention, small: bool) -> Attention:
 
 
 def _demanding(small: bool, **change) -> dict[str, Attention]:
-    """A long context, which laps the barriers many times, beside short ones; logits of a deviation
-    of 9, and capped ones of 40."""
+    """A long context, which uses each barrier many times, beside short contexts; logits with a
+    standard deviation of 9, and capped logits with one of 40."""
     heads, long = (Heads(4, 2), 700) if small else (_LLAMA, _LONG)
     some = Attention(heads, sequences=6, context=150 if small else 1000, ragged=True, **change)
     tokens = (long, 1, long // 9, 129)
@@ -215,7 +215,7 @@ def _shortened(named: Mapping[str, Attention], small: bool) -> dict[str, Attenti
 
 
 def _decodes(small: bool) -> dict[str, Spec]:
-    """Many heads of short sequences, too."""
+    """Shortened and demanding shapes, and many heads of short sequences."""
     many = DECODE_SHAPES["llama-2-13b-64x512"]
     many = replace(many, heads=Heads(4, 4), sequences=6, context=70) if small else many
     shapes = _shortened(DECODE_SHAPES, small) | _demanding(small) | {"many-heads": many}
@@ -228,7 +228,7 @@ def _quantised(small: bool) -> dict[str, Spec]:
 
 
 def _prefills(small: bool) -> dict[str, Spec]:
-    """Chunks after long histories, too."""
+    """Shortened and demanding shapes, and chunks after long histories."""
     chunk = 30 if small else 128
     demanding = _demanding(small, chunk=chunk)
     one = replace(demanding["long-context"], sequences=1, tokens=None)
@@ -256,7 +256,7 @@ DECODE = Op(
     ),
     timed_peers=partial(peers.timed, peers.DECODE, DECODE_SHAPES),
 )
-# Of quantised pages: other kernels, and none for Ampere.
+# Quantised pages have kernels of their own, and none for Ampere.
 QUANTISED = Op(
     api.DECODE_QUANTISED,
     {name: decode(shapes) for name, shapes in QUANTISED_SHAPES.items()},

@@ -4,9 +4,9 @@ Work and memory traffic depend on the real lengths, not on the width M of the ta
 compiled program serves every context length.
 
 The sizes below are a compromise. An iteration costs about 30 µs on a CPU before it reads anything,
-so it should read much. What it gathers should stay in the cores' caches until it is used, and what
-it gathers beyond the lengths is wasted. Of 16 to 64 tokens per chunk and 0.5 to 2 MB per iteration,
-these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
+so it should read much. But gathered tokens should stay in the cores' caches until they are used,
+and tokens gathered beyond the lengths are wasted. Of 16 to 64 tokens per chunk and 0.5 to 2 MB per
+iteration, these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
 """
 
 import jax
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantization import Codes, QuantizedPages, in_planes, out_of_planes
 
-DECODE_CHUNK = 16  # KV tokens of one sequence that lie in a row; at least a page.
+DECODE_CHUNK = 16  # Consecutive KV tokens of one sequence; at least a page.
 DECODE_BYTES = 2**20  # The most bytes of keys that an iteration of decode gathers.
-DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, times the number of sequences.
+DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, over the number of sequences.
 PREFILL_CHUNK = 128  # KV tokens that an iteration of prefill gathers.
-QUERY_TILE = 64  # Prefill queries that share what an iteration gathers.
+QUERY_TILE = 64  # Prefill queries that share the tokens of an iteration.
 NEG_INF = -1e30
 
 
 def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
-    """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid;
-    of quantised pages their codes.
+    """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid.
+    Quantised pages give `Codes`.
 
-    Without the two barriers, XLA on CPUs is twice as slow. Without the first it would compute the
-    ids inside the copies and not spread these over the cores. Without the second it would copy
-    token by token, while a page as one row is copied in one piece.
+    Without the two barriers, XLA on CPUs is twice as slow. Without the first one it would compute
+    the ids inside the copies and not spread the copies over the cores. Without the second one it
+    would copy token by token, while a page as one row is copied in one piece.
     """
     N, P, D = k_pages_NxPxD.shape
     flat_ids = jax.lax.optimization_barrier(ids.reshape(-1))
@@ -44,7 +44,7 @@ def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
 
 
 def scores_of(q, k, scale, soft_cap):
-    """Scores [..., R, C] in float32. A query that was scaled itself would be rounded once more."""
+    """Scores [..., R, C] in float32. Scaling the queries instead would round them once more."""
     if isinstance(k, Codes):
         products = k.products(in_planes(q, k.format))
     else:
@@ -95,11 +95,11 @@ def _first_tokens(lengths, sliding_window, first=None):
 
 
 def _ends(first, lengths, begin, end, P: int, skips: bool):
-    """The columns of a table that are read in part, [S, K, e].
+    """The columns of a table whose pages are read in part, [S, K, e], and which of the tokens of
+    these pages are read, [S, K, e * P].
 
-    skips: whether any sequence reads its tokens from another than the first on.
     A sequence reads its tokens `first` to `lengths` - 1 [S, K]; columns `begin` to `end` - 1 of its
-    table are read whole. The second result [S, K, e * P] tells which tokens of the others are read.
+    table are read whole. skips: whether `first` may be above 0.
     """
     parts = [(end, jnp.maximum(first, end * P), lengths)]
     if skips:
@@ -114,10 +114,10 @@ def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
     returns_scores=False, schedule=None, first=None,
 ):  # fmt: skip
-    """First pages that are read in part, of all sequences at once; then whole pages in a loop.
+    """Pages that are read in part come first, of all sequences at once; then whole pages in a loop.
 
     Pages that are read in part may hold values of a former owner. These may be NaN, which a weight
-    of 0 does not remove, so they are set to zero. Whole pages need no such pass, which in the loop
+    of 0 does not remove, so they are set to zero. Whole pages need no such pass. In the loop it
     would take half as long as reading the values.
     """
     S, H, D = q.shape
@@ -126,7 +126,7 @@ def decode(
     pages = max(1, DECODE_CHUNK // P)
     tokens = min(DECODE_BYTES // (K * D * k_pages.dtype.itemsize), S * DECODE_TOKENS_PER_SEQUENCE)
     # The chunks of all sequences, one sequence after the other, form one list. An iteration takes W
-    # of them, so short sequences do not wait for long ones.
+    # chunks, so short sequences do not wait for long ones.
     W = max(1, tokens // (pages * P))
     q_SxKxGxD = q.reshape(S, K, H // K, D)
     skips = first is not None or sliding_window is not None
@@ -143,14 +143,14 @@ def decode(
             return all_scores
         scores = jnp.where(seen, scores, -jnp.inf)
         scores = scores.reshape(*scores.shape[:3], -1, P).transpose(0, 1, 3, 2, 4)
-        # Columns that hold nothing seen are dropped: others of the list may have written them.
+        # Columns without a seen token are dropped: another chunk may have written their scores.
         any_seen = seen.reshape(*seen.shape[:2], -1, P).any(-1)
         columns = jnp.where(any_seen, columns, tables.shape[-1])
         heads = jnp.arange(K)[:, None]
         return all_scores.at[s[:, None, None], heads, :, columns].set(scores, mode="drop")
 
     columns, held = _ends(first, lengths, begin, end, P, skips)
-    # An entry of the table without a token that is read may name no page.
+    # Without a token that is read, an entry of the table may be no valid page id.
     some_held = held.reshape(*columns.shape, P).any(-1)
     ids = jnp.where(some_held, listed(jnp.arange(S), columns), 0)
     k, v = _read(k_pages, v_pages, ids)
@@ -161,14 +161,14 @@ def decode(
     kept = keep(kept, jnp.arange(S), columns, seen, scores)
     state = *_attended(scores, seen, v), kept
 
-    # A head without a whole page, which may lie far from those of others, adds nothing to the list.
+    # A head without a whole page adds nothing to the list: its columns may be far from the others'.
     some_whole = end > begin
     first_column = jnp.where(some_whole, begin, tables.shape[-1]).min(1)
     end_column = jnp.where(some_whole, end, 0).max(1)
     counts = jnp.maximum(end_column - first_column + pages - 1, 0) // pages
     ends = jnp.cumsum(counts)
-    # Where a head of a chunk has no whole page, it gathers one of its sequence: another's may hold
-    # NaN, which no weight removes.
+    # Where a head of a chunk has no whole page, it gathers some whole page of its own sequence:
+    # another sequence's page may hold NaN, which a weight of 0 does not remove.
     fullest = jnp.argmax(end - begin, axis=1)
     own = jnp.arange(S), fullest, begin[jnp.arange(S), fullest]
     whole_page = tables.at[own].get(mode="clip")
@@ -238,13 +238,13 @@ def prefill(
         last_column = jnp.maximum(lengths[s] - 1, 0) // P
 
         def attend_chunk(j, state):
-            # An entry of the table without a token that is read may name no page.
+            # Without a token that is read, an entry of the table may be no valid page id.
             columns = jnp.clip(j * pages + jnp.arange(pages), first[0] // P, last_column)
             ids = tables[s][:, columns] + page_offset[..., None]
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
             held = (index < lengths[s]) & (index >= first[0])
-            # The other tokens of a page are what a former owner has left there, maybe NaN.
+            # The other tokens of a page are a former owner's, maybe NaN.
             k, v = _read(k_pages, v_pages, ids)
             v = _only_held(v, held)
             scores = scores_of(q_KxRxD, k, scale, soft_cap)

@@ -1,4 +1,4 @@
-"""Attention of prompts that are to be compressed, with the scores of their keys (DiffKV §4)."""
+"""Attention of prompts, with the scores of keys by which a KV cache is compressed (DiffKV §4)."""
 
 from pallas_kernels.prompt_attention.api import (
     QUERY_TILE,

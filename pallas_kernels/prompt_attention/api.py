@@ -14,7 +14,7 @@ QUERY_TILE = xla.QUERY_TILE
 
 
 def _of_whole_prompts(chunks: Callable) -> Callable:
-    """Prompts that begin and end in this call: their keys are those of their queries."""
+    """`prompt` over prompts that begin and end in this call, each as one chunk of `chunks`."""
 
     def prompt(q, k, v, query_starts, *, by_head, tile, schedule=None, **how):
         K, counts = k.shape[1], query_starts[1:] - query_starts[:-1]
@@ -76,27 +76,27 @@ def prompt_attention(
     schedule: PromptSchedule | None = None,
     implementation: str | None = None,
 ):
-    """Causal attention of whole prompts over their own keys, with the scores that these received.
+    """Causal attention of whole prompts over their own keys, with the scores that the keys receive.
 
-    q, k, v:  [T, H, D] and [T, K, D]. Rows query_starts[s] to query_starts[s + 1] - 1 are of
-              prompt s.
+    q, k, v:  [T, H, D] and [T, K, D]. Rows query_starts[s] to query_starts[s + 1] - 1 are prompt
+              s's.
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     scale:    multiplies q·k; None means D ** -0.5.
-    soft_cap: scores become soft_cap * tanh(score / soft_cap). The kernel has none.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap). The kernel does not support it.
     sliding_window: int32, which may be traced: how many of the last tokens a query sees, itself
-              included; None means all. The kernel has none.
+              included; None means all. The kernel does not support it.
     last_rows: queries at the end of each prompt whose scores count; None means all.
-    own:      whether the score counts that a token gives itself.
-    by_head:  whether scores are summed over queries before the largest of a KV head's query heads
-              is taken, and not after it.
-    tile:     queries whose scores are added at once; the kernel has its own.
+    own:      whether a token's score for itself counts.
+    by_head:  True: scores are summed over queries, and then the maximum over a KV head's query
+              heads is taken. False: first the maximum, then the sum.
+    tile:     queries whose scores are added at once. The kernel has a tile of its own.
     schedule: `plan_prompt_attention` of these prompts, made for all layers; None makes one for this
               call.
 
     Returns the attention [T, H, D] in q's dtype, and the sums [T, K] float32 of the probabilities
-    that each token got from later tokens (DiffKV §4, prompt phase: divided by their number, its
-    significance). Padding rows hold any finite values. Raises ValueError if arguments do not fit
-    together, or if the named implementation cannot run them.
+    that each token gets from later tokens. Such a sum divided by the number of later tokens is
+    DiffKV's significance (§4, prompt phase). Padding rows hold any finite values. Raises ValueError
+    if arguments do not fit together, or if the named implementation cannot run them.
     """
     found = sizes(q=(q_TxHxD, "T H D"), k=(k_TxKxD, "T K D"), v=(v_TxKxD, "T K D"))
     check_groups(found["H"], found["K"])
@@ -138,15 +138,17 @@ def prompt_chunk_attention(
 ):
     """`prompt_attention` of chunks of prompts. There is no kernel.
 
-    k, v:     [U, K, D], of a prompt's tokens one after the other, up to the end of its chunk.
-    key_starts, before, totals: [S] int32 of each prompt: the row of its first key, its tokens
-              before this chunk, and those of all of its chunks, of which `last_rows` are the last.
-    sums:     [U, K, G] float32, what queries of former chunks gave; [U, K, 1] without `by_head`.
-    tile:     as there. Sums over chunks are those over the whole prompt, bit for bit, if all but
-              the last are multiples of it, and the implementation is the same.
+    k, v:     [U, K, D], each prompt's tokens in order, up to the end of its chunk.
+    key_starts: [S] int32, the row of each prompt's first key.
+    before:   [S] int32, the tokens of each prompt before this chunk.
+    totals:   [S] int32, the tokens of each whole prompt, whose end `last_rows` counts from.
+    sums:     [U, K, G] float32, the sums over former chunks' queries; [U, K, 1] without `by_head`.
+    tile:     as in `prompt_attention`. Sums over chunks equal sums over the whole prompt bit for
+              bit if each chunk except the last is a multiple of `tile`, and the implementation is
+              the same.
 
-    Returns the attention [T, H, D] and the sums with these queries', of which the largest in the
-    last axis is a KV head's.
+    Returns the attention [T, H, D] and the updated sums. A KV head's sum is the maximum over the
+    last axis.
     """
     run = backend.choose("prompt_chunk_attention", CHUNKS, implementation)
     return run(

@@ -1,18 +1,19 @@
 """Attention of whole prompts on Hopper, and the scores that their keys receive (DiffKV §4).
 
-Two kernels. The one of prefill (paged_attention/prefill_sm90.py) gives the attention and each row's
-log-sum-exp; keys and values are copied to pages for it, each prompt's from a page's start on. The
-second one (prompt_scores) computes the scores again, now as probabilities, and sums them up.
+Two kernels do the work. The prefill kernel (paged_attention/prefill_sm90.py) computes the attention
+and each row's log-sum-exp. For it keys and values are copied to pages, and each prompt begins with
+a new page. The second kernel (prompt_scores) computes the scores again, now as probabilities, and
+sums them up.
 
-A thread block of prompt_scores has a tile of keys of one KV head, and goes over the tiles of
-queries that follow it, in each over the query heads of the KV head, or has one of them if sums are
-by head. Keys are the rows of its products, so that a key's sum is that of a row. As in decode a
-schedule gives each thread block an equal part of the work; sums of parts are added by a third
-kernel, always in the same order.
+An item of prompt_scores is a tile of keys of one KV head. It loops over the tiles of queries from
+there on, and in each over the query heads of the KV head; if sums are by head, an item has one
+query head. Keys are the rows of the products, so a key's sum is the sum of a row. As in decode a
+schedule gives each thread block an equal part of the work. A third kernel adds the sums of parts,
+always in the same order.
 
-Floor: those of prefill, and 2 * D FLOPs more per head for each pair of query and key that counts.
-The copy of keys and values moves each of them twice more. exp2 is taken of the largest of the query
-heads' scores, once for all of them, unless sums are by head.
+Floor: that of prefill, and 2 * D FLOPs more per head for each pair of query and key that counts.
+The copy to pages moves keys and values twice more. Unless sums are by head, exp2 is computed once
+for all query heads of a KV head, of the largest exponent.
 """
 
 from dataclasses import dataclass, replace
@@ -39,20 +40,22 @@ ROWS = 64
 STAGES = 3  # Tiles of queries in flight.
 KEY_SLOTS = 2  # Items whose keys are in shared memory.
 PAGE = 32  # Tokens of the pages to which keys and values are copied.
-MOST_GROUP = 16  # Query heads of a KV head.
+MOST_GROUP = 16  # The most query heads of a KV head.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptSchedule:
-    """What all layers of a step share, of T rows, padded to whole tiles.
+    """The schedule of a step, for all layers. T rows are padded to whole tiles.
 
-    attention: of prefill.
-    source: [N * PAGE] int32, the rows that N pages hold.  tables: [S, 1, M] int32, these pages.
-    ends: [T] int32, the row after the last of each row's prompt; 0 for padding, and in tiles of
+    attention: the schedule of the prefill kernel.
+    source: [N * PAGE] int32, the rows that N pages hold.
+    tables: [S, 1, M] int32, the pages of each prompt.
+    ends: [T] int32, for each row the row after its prompt's last; 0 for padding, and in tiles of
         keys for which no query counts.
-    scores: its rows are tiles of keys, by KV head, or by query head, and then by tile; its tiles
-        are those of queries, and its counts are the most and the least of the keys' `ends`.
+    scores: the schedule of prompt_scores. Its rows are tiles of keys, ordered by KV head (or query
+        head) and then by tile, and its tiles are tiles of queries. Its two counts are the largest
+        and the smallest of a row's `ends`.
     """
 
     attention: PrefillSchedule
@@ -91,7 +94,7 @@ def schedule_of(
     at = jnp.arange(T)
     prompt = jnp.clip(jnp.searchsorted(query_starts, at, side="right") - 1, 0, S - 1)
     ends = jnp.where(at < query_starts[-1], query_starts[prompt + 1], 0)
-    # Queries that count for a key: those after it, and none but the last of its prompt.
+    # The first query that counts for each key: not before the key, and one of the prompt's last.
     first = at if own else at + 1
     if last_rows is not None:
         first = jnp.maximum(first, ends - last_rows)
@@ -136,8 +139,8 @@ def _pages(x_TxKxD, source):
 
 
 def received(q, k, lse, schedule: PromptSchedule, heads: int, scale, last_rows, own):
-    """[heads, T] sums of probabilities, the largest of the query heads that share one of `heads`;
-    anything for padding. lse: to base 2."""
+    """The sums [heads, T] of probabilities, of the largest among the query heads that share one of
+    `heads`. Padding may have any sums. lse: to base 2."""
     (T, H, D), K = q.shape, k.shape[1]
     tiles, of_keys = T // TILE, schedule.scores
     blocks = len(of_keys.merges)
@@ -175,7 +178,7 @@ def _scores(
     keys = replace(keys, begin=first_item)
 
     def place_of(item):
-        """(which of `heads`, tile of keys)"""
+        """The head of an item, from 0 to `heads` - 1, and its tile of keys."""
         row = items_ref[item, 0]
         return lax.div(row, jnp.int32(tiles)), lax.rem(row, jnp.int32(tiles))
 
@@ -266,7 +269,7 @@ def _scores(
 
 
 def _merge(merges, partials, sums):
-    """Sums, with those of tiles of keys that are in several items."""
+    """`sums`, completed for tiles of keys that have several items."""
 
     def merge_sums(merges_ref, partials_ref, sums_ref):
         row, begin, end = (merges_ref[lax.axis_index("merge"), field] for field in range(3))

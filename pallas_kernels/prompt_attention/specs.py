@@ -31,7 +31,8 @@ _LLAMA = HEADS["llama-3-8b"]
 
 @dataclass(frozen=True)
 class Prompts:
-    """tokens: of each prompt. padding: rows after the last. The rest as in `prompt_attention`."""
+    """tokens: of each prompt. padding: rows after the last prompt. last_rows, own, by_head: as in
+    `prompt_attention`."""
 
     heads: Heads
     tokens: tuple[int, ...]
@@ -73,7 +74,7 @@ def prompts(shapes: Prompts) -> Spec:
         pairs = sum(n * (n + 1) // 2 for n in shapes.tokens)
         return Cost(
             bytes=2 * total * (H + K) * D * dtype.itemsize + 4 * total * K,
-            # Scores are computed once more when their sums are known.
+            # Scores are computed once more when each row's log-sum-exp is known.
             flops=4 * H * D * pairs + 2 * H * D * shapes.counted,
         )
 
@@ -84,7 +85,7 @@ def prompts(shapes: Prompts) -> Spec:
         return {"schedule": schedule}
 
     def balanced(schedule, query_starts):
-        """Of the kernel that sums up scores. Its tiles are of queries, its rows of keys."""
+        """The balance of prompt_scores. Its rows are tiles of keys, its tiles are of queries."""
         tile, padded, scores = prompt_sm90.TILE, len(schedule.ends), schedule.scores
         begin, end = np.full(padded, padded), np.zeros(padded, np.int64)
         for first, after in itertools.pairwise(np.asarray(query_starts, np.int64)):
@@ -103,7 +104,7 @@ def prompts(shapes: Prompts) -> Spec:
         )
 
     def compare(arguments, found) -> Errors:
-        """Of the attention, and of what each token receives."""
+        """The attention's errors, and the largest share of its tolerance in attention or sums."""
         wide = tolerance.wide(arguments)
 
         def expected(arguments):

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-QUERY_TILE = 64  # queries of a prompt that share what they read
-KEY_TILE = 128  # keys that they read at a time
+QUERY_TILE = 64  # queries of a prompt that share the keys that they read
+KEY_TILE = 128  # keys that a tile of queries reads at a time
 NEG_INF = -1e30
 
 
@@ -12,14 +12,14 @@ def prompt_chunks(
     q, k, v, query_starts, key_starts, before, totals, sums, *, scale, last_rows, own, by_head,
     tile=QUERY_TILE, soft_cap=None, sliding_window=None,
 ):  # fmt: skip
-    """Each tile of queries reads the keys twice: once for the largest scores and for the output,
-    and once for probabilities, which are not known before. Tiles are added to the sums in turn."""
+    """Each tile of queries reads the keys twice: once for the largest scores and the output, and
+    once for the probabilities, which need the log-sum-exp. Tiles are added to the sums in turn."""
     T, H, D = q.shape
     K = k.shape[1]
     G = H // K
     counts = query_starts[1:] - query_starts[:-1]
     tiles_before = jnp.cumsum((counts + tile - 1) // tile)
-    # A last tile reads beyond its prompt: what comes after it is masked, or overwritten later.
+    # A last tile reads beyond its prompt: rows after the prompt are masked, or overwritten later.
     beyond = ((0, max(tile, KEY_TILE)), (0, 0), (0, 0))
     queries, keys, values, sums = (jnp.pad(x, beyond) for x in (q, k, v, sums))
 
@@ -58,7 +58,7 @@ def prompt_chunks(
             new_top = jnp.maximum(top, scores.max(-1))
             probs = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
             chunk = jax.lax.dynamic_slice_in_dim(values, at, KEY_TILE)
-            # Those of the next prompt may not be finite: a weight of 0 would not hide them.
+            # Values of the next prompt may not be finite, and a weight of 0 would not remove them.
             chunk = jnp.where((at + jnp.arange(KEY_TILE) < end)[:, None, None], chunk, 0)
             new = jnp.einsum(
                 "kgtc,ckd->kgtd", probs.astype(chunk.dtype), chunk,

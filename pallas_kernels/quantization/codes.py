@@ -1,11 +1,11 @@
-"""Codes of tokens as plain jnp multiplies them: in planes.
+"""Codes of tokens in planes, the order in which plain jnp multiplies them.
 
-A byte holds n = 8 / bits elements. To take these apart in their order, XLA on CPUs writes each
-element by itself, which takes longer than attention. So codes are unpacked by planes of bytes: of
+A byte holds n = 8 / bits elements. To unpack these in channel order, XLA on CPUs writes each
+element by itself, which takes longer than attention. So codes are unpacked by planes of bytes: for
 each group the first element of all bytes, then the second of all bytes, and so on. They are masked
 and not shifted, so an element of plane i is 2 ** (i * bits) times as large as its code. Queries are
-brought into this order, and sums of values back from it, outside of the loops over tokens; of
-floats both are as they were.
+brought into this order, and sums of values back from it, outside of the loops over tokens. Floats
+stay in channel order.
 """
 
 from dataclasses import dataclass, replace
@@ -23,29 +23,35 @@ FEW_QUERIES = 16
 
 
 class Queries(NamedTuple):
-    """Queries for the keys of a format. planes: [..., R, D] float32. sums: [..., R, g] float32, of
-    the channels of each group as they were."""
+    """Queries for the keys of a format.
+
+    planes: [..., R, D] float32, the queries in planes, divided by the planes' factors.
+    sums: [..., R, g] float32, the sum of the query's channels in each group.
+    """
 
     planes: jax.Array
     sums: jax.Array
 
 
 def in_planes(q, format: KVFormat) -> Queries:
-    """Of queries [..., R, D]."""
+    """Queries [..., R, D] for the keys of a format."""
     q = q.astype(jnp.float32)
     sums = q.reshape(*q.shape[:-1], format.groups, -1).sum(-1)
     return Queries(_to_planes(q, format) / plane_factors(format), sums)
 
 
 def out_of_planes(sums, format: KVFormat):
-    """The sums [..., D] that `Codes.weighted_sum` gives, in the order of channels."""
+    """The sums [..., D] of `Codes.weighted_sum`, in the order of channels."""
     return _from_planes(sums / plane_factors(format), format)
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Tokens as a page has them. codes: [..., T, D] float32, in planes. scale, zero: [..., T, g]
-    float32."""
+    """Unpacked tokens of a page.
+
+    codes: [..., T, D] float32, in planes.
+    scale, zero: [..., T, g] float32.
+    """
 
     codes: jax.Array
     scale: jax.Array
@@ -54,7 +60,7 @@ class Codes:
 
     @classmethod
     def unpacked(cls, words, scales, format: KVFormat) -> "Codes":
-        """Of the words [..., T, C] and [..., T, g] of tokens. Floats have a scale of one."""
+        """From tokens' words of codes [..., T, C] and scales [..., T, g]. Floats have scale one."""
         if format.scaled:
             # XLA would turn a scale into float32 again for each query that it is multiplied with.
             scale, zero = jax.lax.optimization_barrier(split(scales))
@@ -81,7 +87,7 @@ class Codes:
         return jnp.concatenate(sums, axis=-1) + of_zeros * plane_factors(self.format)
 
     def only(self, held) -> "Codes":
-        """With zeros for the tokens that are not `held` [..., T], if codes are finite."""
+        """The tokens, with zeros where they are not `held` [..., T]. Codes must be finite."""
         scale, zero = (jnp.where(held[..., None], x, 0) for x in (self.scale, self.zero))
         return replace(self, scale=scale, zero=zero)
 
@@ -94,14 +100,16 @@ class Codes:
 
 @dataclass(frozen=True)
 class ByChannel:
-    """Keys whose scales and zero points are those of a channel, for each group of t tokens (KIVI).
-    codes: [..., P / t, D, t], groups of channels, as of values with tokens for channels: queries
-    weigh them."""
+    """Keys with a scale and a zero point for each channel and group of t tokens (KIVI).
+
+    codes: [..., P / t, D, t]. `Codes` has channels in the place of tokens, and tokens in that of
+        channels. So q·k is a weighted sum of D channels, with the query's elements as weights.
+    """
 
     codes: Codes
 
     def products(self, q):
-        """q·k [..., R, P] float32 of queries [..., R, D] as they are."""
+        """q·k [..., R, P] float32 of queries [..., R, D] in channel order."""
         sums = out_of_planes(self.codes.weighted_sum(q[..., None, :, :]), self.codes.format)
         products = jnp.moveaxis(sums, -3, -2)
         return products.reshape(*products.shape[:-2], -1)
@@ -128,8 +136,8 @@ def _planes(words, format: KVFormat):
 
 
 def _to_planes(x, format: KVFormat):
-    """Elements [..., D] as `_planes` gives them: an axis of elements in a byte, of words and of
-    bytes in a word, where channels have bytes, elements and words."""
+    """Elements [..., D] in the order of `_planes`. Channel order has, from outer to inner, the axes
+    byte of a word, element of a byte, and word; planes have element, word and byte."""
     if not format.scaled:
         return x
     parts = x.reshape(*x.shape[:-1], format.groups, 4, _per_byte(format), -1)

@@ -7,29 +7,29 @@ does). A pool of such pages is one array [N, W].
     words 0 .. P * C - 1           codes: C = D * bits / 32 words of each token
     words P * C .. P * (C + g) - 1 scales and zero points: g words of each token, one a group
 
-A token's groups, D / g consecutive channels each, follow each other in whole words, and words hold
-planes: of a group's c = C / g words, plane j is the bits from j * bits on, and element i lies in
-plane i // c, in word i % c. So whoever shifts all words of a group alike finds c neighbouring
-channels, in their order: a kernel shifts registers, two words of which become a pair of 16-bit
-floats as tensor cores take it, and pages of all formats have the same order of channels, so that
-their results add up. XLA on CPUs masks bytes, and has an order of its own (codes.py).
+A token's groups, D / g consecutive channels each, follow each other in whole words, c = C / g words
+each. Element i of a group lies in word i % c, in plane i // c; plane j is the bits from j * bits
+on. If all words of a group are shifted equally, their lowest bits are c neighbouring channels in
+order. A kernel shifts registers, and two words become a pair of 16-bit floats as tensor cores take
+it. Pages of all formats have the same order of channels, so that their results add up. XLA on CPUs
+masks bytes, and has an order of its own (codes.py).
 
 LServe has one group a token. A group's word is the scale in the low half and the zero point in the
 high half, both float16:
 
     value = zero point + scale * code,   0 <= code < 2 ** bits
 
-The zero point is a value and not a code, so that equal channels need no scale. With codes c,
+The zero point is a value and not a code, so that equal channels need no scale. For codes c,
 
     q . k         = scale * (q . c) + zero point * sum(q)
     sum of p * v  = (p * scale) . c + p . zero point
 
 so scales are applied to scores and to probabilities, never to elements.
 
-Elements of 16 and 32 bits are floats as they are: they have no scales, and no section of them.
+Elements of 16 and 32 bits are plain floats: they have no scales, and their pages no such section.
 
-The sections of a page begin at whole tokens: where C divides P * g, the pool is also an array
-[N * W / C, C] whose row n * W / C + t has the codes of token t of page n. A kernel copies from it.
+If C divides P * g, a page is a whole number of rows of C words. The pool is then also an array
+[N, W / C, C], whose row [n, t] has the codes of token t of page n. A kernel copies from it.
 """
 
 from dataclasses import dataclass
@@ -43,10 +43,12 @@ FLOATS = {16: ("float16", "bfloat16"), 32: ("float32",)}
 class KVFormat:
     """The keys, or the values, of one token and KV head.
 
-    bits: of an element. head_dim: D. groups: g, each with a scale and a zero point of its own.
-    floats: what elements of 16 or 32 bits are.
+    bits: of an element.
+    head_dim: D.
+    groups: g, each with a scale and a zero point of its own.
+    floats: the dtype of elements of 16 or 32 bits.
 
-    Raises ValueError for what does not fill whole words.
+    Raises ValueError for unsupported bits or floats, and for groups that do not fill whole words.
     """
 
     bits: int
@@ -101,7 +103,7 @@ class KVFormat:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token, with its scales and zero points if it has any: D * bits / 8 + 4 * g."""
+        """Bytes of a token with its scales and zero points: D * bits / 8, and 4 * g if scaled."""
         return self.token_words * WORD_BITS // 8
 
     def page_words(self, page_size: int) -> int:

@@ -1,9 +1,10 @@
-"""Outliers: the elements of a token that its scale would have to reach for. They are kept in 16
-bits, with their channels, so that the scale is that of all others (QAQ, arXiv:2403.04643).
+"""Outliers: a token's elements farthest from the others. They are kept in 16 bits, with their
+channels, so that they do not widen the scale of all other elements (QAQ, arXiv:2403.04643).
 
-A token has the same number of them, those farthest from their group's median, each in one word: the
-value, float16, in the low half and its channel in the high one. QAQ takes a share of all elements,
-the largest and the smallest ones, as a sparse matrix [M: from memory of the paper, unchecked].
+Every token has the same number of outliers: the elements farthest from their group's median. An
+outlier is one word: the value, float16, in the low half and its channel in the high half. QAQ takes
+a share of all elements, the largest and the smallest ones, as a sparse matrix [M: from memory of
+the paper, unchecked].
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pallas_kernels.quantization.quantizer import LIMIT, quantize
 
 def quantize_but(x, format: KVFormat, count: int):
     """x [..., D] as codes [..., C], scales and zero points [..., g] and `count` outliers [..., o],
-    uint32 words each. The outliers' codes mean nothing."""
+    uint32 words each. The outliers' codes are not used."""
     x = x.astype(jnp.float32)
     of_groups = x.reshape(*x.shape[:-1], format.groups, -1)
     median = jnp.broadcast_to(jnp.median(of_groups, -1, keepdims=True), of_groups.shape)
@@ -41,8 +42,8 @@ def put_back(elements, words):
 
 
 def as_codes(codes: Codes, words, held) -> Codes:
-    """The tokens that are `held` [..., T] with their outliers [..., T, o] as codes, which are no
-    whole numbers."""
+    """`codes`, in which tokens that are `held` [..., T] have their outliers [..., T, o] as codes.
+    Such codes are fractions."""
     if not words.shape[-1]:
         return codes
     values, channels = _split(words)

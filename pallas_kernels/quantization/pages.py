@@ -1,4 +1,4 @@
-"""A pool of quantised pages, which attention and `write_kv` take where they take an array."""
+"""A pool of quantised pages. Attention and `write_kv` take it in the place of an array."""
 
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +31,7 @@ class QuantizedPages:
 
     @property
     def dtype(self):
-        """What their elements are read as."""
+        """The dtype of dequantised elements."""
         return jnp.dtype(jnp.float32)
 
     def read(self, rows) -> Codes:
@@ -52,7 +52,7 @@ class QuantizedPages:
         return jnp.split(rows, [self.page_size * self.format.code_words], axis=-1)
 
     def write(self, x_TxKxD, slots_TxK) -> "QuantizedPages":
-        """With the tokens at `slots`, page * P + offset, as `write_kv` takes them."""
+        """The pool with tokens written to `slots`, page * P + offset, as in `write_kv`."""
         C, g, P = self.format.code_words, self.format.groups, self.page_size
         codes, scales = quantize(x_TxKxD, self.format)
         slots = slots_TxK.reshape(-1)
@@ -64,7 +64,7 @@ class QuantizedPages:
 
 def put_words(words_NxW, page, first, new):
     """The words [N, W] with `new` [n, w] at [page, first .. first + w - 1]; page, first: [n] int32.
-    What goes to pages beyond N is dropped. No two are the same place, of the dropped ones either.
+    Words for pages from N on are dropped. All places must be distinct, those of dropped words too.
     """
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)

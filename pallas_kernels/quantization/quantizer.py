@@ -1,4 +1,4 @@
-"""The quantiser: asymmetric, of each token and group by itself, as it is written.
+"""The quantiser: asymmetric, for each token and group by itself, when the token is written.
 
 Scale and zero point are stored in 16 bits. The zero point is rounded down and the scale up, so that
 the codes reach from the smallest to the largest value and every element is within half a scale.
@@ -16,8 +16,8 @@ def quantize(x, format: KVFormat):
     """x [..., D] to its codes [..., C] and its scales and zero points [..., g], uint32 words.
 
     Each element is off by half a scale at most. Equal elements that float16 can hold are exact.
-    Elements beyond +-`LIMIT` (32,752) become that; a group with one that is not finite reads as
-    NaN. Floats have no scales [..., 0]. Raises ValueError if D is not the format's.
+    Elements beyond +-`LIMIT` (32,752) are clipped. A group with an element that is not finite reads
+    as NaN. Floats have no scales [..., 0]. Raises ValueError if D is not the format's.
     """
     if x.shape[-1] != format.head_dim:
         raise ValueError(f"a format of head dim {format.head_dim} cannot hold {x.shape}")
@@ -39,7 +39,7 @@ def quantize(x, format: KVFormat):
 
 
 def dequantize(codes, scales, format: KVFormat):
-    """The elements [..., D] in float32 that `quantize` gave codes and scales [..., g] for."""
+    """The elements [..., D] float32 of `quantize`'s codes [..., C] and scales [..., g]."""
     if not format.scaled:
         return unpack(codes, format)
     scale, zero = split(scales)
@@ -57,7 +57,7 @@ def pack(codes, format: KVFormat):
 
 
 def unpack(words, format: KVFormat):
-    """Words [..., C] as codes [..., D] in float32, or as the floats that they are. XLA joins this
+    """Words [..., C] as codes [..., D] in float32, or as the floats that they hold. XLA fuses this
     form with a product."""
     of_groups = words.reshape(*words.shape[:-1], format.groups, 1, -1)
     codes = (of_groups >> _shifts(format)) & jnp.uint32(format.most)

@@ -1,12 +1,13 @@
 """Quantised tokens in a kernel's registers: words become operands of tensor cores.
 
-The tensor cores multiply 16-bit floats. A code of up to 4 bits is put into the mantissa of one,
-where it is that float's smallest bits: 128 + code in bfloat16 and 1024 + code in float16, without
-any arithmetic. A code of 8 bits fills more than a bfloat16's mantissa, so the kernel subtracts two
-halves of it, exactly: code - 128. What is added to codes, `offset`, is taken out of sums, never of
-elements. It costs bits of a float32: sums of D elements, if rounded, are off by up to 1/64 of a
-step of the code per unit of |q|, 2 * D * 2**-24 * 1039 for D = 128, and codes by up to 1/2. Words
-are shifted as pairs of 16-bit halves, because a GPU has no shift of 16-bit pairs.
+The tensor cores multiply 16-bit floats. A code of up to 4 bits becomes the lowest mantissa bits of
+such a float, which then is 128 + code in bfloat16 and 1024 + code in float16, without arithmetic. A
+code of 8 bits does not fit a bfloat16's mantissa, so the kernel puts its bits into two floats and
+subtracts these, exactly: code - 128. The number that is added to codes, `offset`, is subtracted
+from sums, never from elements. This costs bits of a float32. With rounded sums of D = 128 elements
+the error is up to 2 * D * 2**-24 * 1039 = 1/64 of a step of the code per unit of |q|; the codes'
+own error is up to 1/2. A 32-bit word is shifted whole and masked as two 16-bit halves, because a
+GPU has no shift of 16-bit pairs.
 """
 
 import jax
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantization.format import KVFormat
 
-# Floats whose smallest mantissa bit is worth one, and that number.
+# The bits of the float whose lowest mantissa bit is worth one, and the float's value.
 _ONES = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
-_CENTRE = 128  # that 8-bit codes are less than what they become
+_CENTRE = 128  # which is subtracted from 8-bit codes
 
 
 def refusal(format: KVFormat, dtype) -> str | None:
@@ -34,17 +35,17 @@ def refusal(format: KVFormat, dtype) -> str | None:
 
 
 def offset(format: KVFormat, dtype) -> int:
-    """What `operand` adds to codes."""
+    """The number that `operand` adds to codes."""
     if not format.scaled:
         return 0
     return -_CENTRE if format.bits == 8 else _ONES[str(jnp.dtype(dtype))][1]
 
 
 def operand(words_TxC, format: KVFormat, dtype, hidden_zero=0):
-    """Codes [T, D] in `dtype`, plus `offset`, of words [T, C] uint32, or the floats that they are.
+    """Codes [T, D] in `dtype`, plus `offset`, of words [T, C] uint32; floats are not changed.
 
-    hidden_zero: int32, a zero that the compiler does not know to be one. An instruction that takes
-    bits of one operand and adds those of another can have one constant, but not two.
+    hidden_zero: int32, a zero that is no constant for the compiler. An instruction that masks one
+    operand and sets bits of another can have one constant, but not two.
     """
     hidden = jnp.asarray(hidden_zero).astype(jnp.uint32)
     halves: list[list] = [[], []]
@@ -74,7 +75,7 @@ def _halves(words, format: KVFormat, dtype, hidden):
     if worth > format.most:
         more = jnp.asarray(worth + _CENTRE, dtype)
         return (half - more for half in floats(bits(format.most) | constant))
-    # With the highest bit the exponent is one more, and the float 256.
+    # 0x80 is the lowest bit of the exponent: `highest` is 128 if the code has it, and 256 if not.
     larger = hidden + jnp.uint32((ones | 0x80) * 0x10001)
     both = floats(bits(0x7F) | constant), floats(bits(0x80) ^ larger)
     return (rest - highest for rest, highest in zip(*both))

@@ -19,8 +19,8 @@ DECODE = {
 def plan_mixed_decode(
     counts_SxKxI, formats: tuple[PageFormat, ...], *, implementation: str | None = None
 ) -> DecodeSchedule | None:
-    """The schedule of `mixed_precision_attention` for these counts of tokens, a function of them
-    alone; None where the implementation works without one."""
+    """The schedule of `mixed_precision_attention`, which depends only on the counts of tokens.
+    Returns None where the implementation works without one."""
     not_read = any(format.key_group or format.outliers for format in formats)
     if not_read or not backend.runs_kernels(implementation):
         return None
@@ -46,24 +46,28 @@ def mixed_precision_attention(
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
     words:    [N, W] uint32, unified pages.
-    tables:   [S, K, M] int32 pages of each head. Of two precisions, those of the high one lie from
-              the left end on, and those of the low one from the right end on (§5.2). What is
-              between may be anything. Of three, the highest has the first columns for itself.
-    counts:   [S, K, I] int32 tokens of each of I precisions, none or up to what its columns hold.
+    tables:   [S, K, M] int32 pages of each head. With two precisions, pages of the high one begin
+              at the left end, and pages of the low one at the right end (§5.2). Entries between
+              them may be anything. With three, the highest has the first `single` columns.
+    counts:   [S, K, I] int32 tokens of each of I precisions, from 0 to the capacity of its columns.
     formats:  of each precision, the highest first.
-    single:   columns that the highest of three precisions has, and no other (§5.3); 0 of two.
+    single:   columns of the highest of three precisions alone (§5.3); 0 with two precisions.
     scale:    multiplies q·k; None means D ** -0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
-    oldest:   [S] int32, the position from which on tokens are read, as pages say it; None means 0.
-              The kernel reads all.
+    oldest:   [S] int32. Only tokens with a stored position of at least `oldest` are read; None
+              means 0. The kernel does not support it.
     schedule: `plan_mixed_decode` of these counts; None makes one.
 
-    Returns the attention [S, H, D] in q's dtype, zeros where nothing is read; the log-sum-exp of
-    the scores [S, H] float32, -inf there; and the scores of each precision, [S, K, M, P, G] float32
-    by page and token of its own, where M, P and G may be larger, and what belongs to no token that
-    is read may be anything. The pages of each come in their own order there: of low precision, the
-    right end's first. exp(score - log-sum-exp) is a token's probability. Raises ValueError if
-    arguments do not fit together, or if the named implementation cannot run them.
+    Returns three results:
+    the attention [S, H, D] in q's dtype, zeros where nothing is read;
+    the log-sum-exp of the scores [S, H] float32, -inf where nothing is read;
+    a tuple of the scores of each precision, [S, K, M, P, G] float32, by the precision's own pages
+    and tokens. The pages of the low precision begin with the right end's. M, P and G may be padded,
+    and scores of tokens that are not read may be anything. exp(score - log-sum-exp) is a token's
+    probability.
+
+    Raises ValueError if arguments do not fit together, or if the named implementation cannot run
+    them.
     """
     found = sizes(
         q=(q_SxHxD, "S H D"), words=(words_NxW, "N W"), tables=(tables_SxKxM, "S K M"),
@@ -85,7 +89,7 @@ def mixed_precision_attention(
         refusal = refusal or "it reads tokens of all positions"
     implementations = DECODE
     if implementation is None and not refusal and backend.runs_kernels(None):
-        # The results of both devices' programs have one shape.
+        # `choose` needs results of the same shapes from the programs for both devices.
         implementations = DECODE | {"xla": decode_sm90.with_its_shapes(xla.decode)}
     run = backend.choose("mixed_precision_attention", implementations, implementation, refusal)
     counts = tuple(jnp.moveaxis(jnp.asarray(counts_SxKxI, jnp.int32), -1, 0))

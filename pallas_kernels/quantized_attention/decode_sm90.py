@@ -1,22 +1,23 @@
 """Decode attention over pages of few bits on Hopper (LServe §3.2; DiffKV §6.2).
 
-As in decode_sm90.py a warpgroup computes, another one fetches, and a schedule gives equal parts of
-the work to such pairs. Two of them, lanes, are one thread block: only within a block can those that
-fetch leave their registers to those that compute. What differs besides is a tile: some whole pages,
-as quantised. Their words go from shared memory to registers, where they become 16-bit floats
-(quantization/registers.py): those of keys are multiplied there, and those of values go back to
-shared memory, as only the tensor core can transpose them. Scales and zero points meet scores and
-probabilities, never elements:
+As in paged_attention/decode_sm90.py a warpgroup computes, another one fetches, and a schedule gives
+each such pair an equal part of the work. A thread block has two pairs, called lanes: only within a
+thread block can fetching warpgroups leave registers to computing ones. A tile is some whole
+quantised pages. Their words go from shared memory to registers, where they become 16-bit floats
+(quantization/registers.py). Keys are multiplied from registers. Values go back to shared memory,
+because only the tensor core can transpose them. Scales and zero points are applied to scores and
+probabilities, never to elements:
 
     q . k         = scale * (q . c) + zero * sum(q)
     sum of p * v  = (p * scale) . c + p . zero
 
-A row's tokens may be of several precisions, each with pages of its own: tiles of the first come
-before those of the second, and so on, and one softmax runs over all.
+A row's tokens may have several precisions, each with pages of its own. All tiles of the first
+precision come first, then all tiles of the second, and so on. One softmax runs over all tiles.
 
-Floor: words of the tokens that are read, once. A tile of 4-bit keys and 2-bit values takes a
-multiprocessor about 1,500 clocks to read, and a warp about as many instructions to unpack; so tiles
-are as large as shared memory allows two lanes, and nothing is done twice for an element.
+Floor: the words of the tokens that are read, moved once. A tile of 4-bit keys and 2-bit values
+takes a multiprocessor about 1,500 clocks to read, and a warp about as many instructions to unpack.
+So tiles are as large as the shared memory for two lanes allows, and no work is repeated for an
+element.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ from pallas_kernels.quantized_attention.sections import (
 LANES = 2  # Of a thread block.
 STAGES = 2  # Tiles of a lane under way.
 QUERY_SLOTS = 1  # Items of a lane whose queries are in shared memory.
-# Of a thread, so that those of all lanes are what a multiprocessor has.
+# Of a thread. All lanes together have the registers of a multiprocessor.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 24
 
 
@@ -62,12 +63,14 @@ def decode(
     q, k_words, v_words, tables, counts, sections: Sequence[Section], *, page_offset=0, scale,
     sliding_window=None, soft_cap=None, schedule=None, returns_scores=False,
 ):  # fmt: skip
-    """Attention [S, H, D], its log-sum-exp [S, H], and a list of the scores of each precision, if
-    asked for: [S, K, pages, rows, N] by page in the order of reading. These are as many as its
-    columns, P and G, or more, and what belongs to no token that is read, or to no query head, may
-    be anything.
+    """Decode over one or more precisions.
 
-    counts: of each precision, [S, K] tokens. A sliding window takes one precision.
+    counts: [S, K] tokens of each precision. With a sliding window there must be one precision.
+
+    Returns the attention [S, H, D], its log-sum-exp [S, H] and, with returns_scores, a list of each
+    precision's scores [S, K, pages, rows, N], with pages in the order of reading; otherwise an
+    empty list. `pages` is at least the precision's columns, rows at least P, and N at least G.
+    Scores of tokens that are not read, and of padding heads, may be anything.
     """
     S, H, D = q.shape
     K, M = tables.shape[1:]
@@ -93,12 +96,12 @@ def decode(
         lane, fetches = lax.rem(warpgroup, LANES), warpgroup >= LANES
         block = lax.axis_index("block") * LANES + lane
         first_item, end_item = ins.block_items[block], ins.block_items[block + 1]
-        hidden_zero = ins.block_items[0]  # the first item of all
+        hidden_zero = ins.block_items[0]  # the first block's first item, always 0
         queries = replace(queries, begin=first_item, offset=lane * QUERY_SLOTS)
         ring = replace(tiles_ring, offset=lane * STAGES)
 
         def over_tiles(item, body, carry):
-            """`body(number, count, tile, carry)` for all tiles of an item, by precision."""
+            """Loop `body(number, count, tile, carry)` over all tiles of an item, by precision."""
             begin, end = ins.items[item, 1], ins.items[item, 2]
             before = 0
             for number, section in enumerate(sections):
@@ -142,7 +145,7 @@ def decode(
                             ring.filled.at[slot],
                         )
                         if format.scaled:
-                            words = 4 * pl.cdiv(P, 4)  # A copy is of whole 16 bytes.
+                            words = 4 * pl.cdiv(P, 4)  # A copy has a multiple of 16 bytes.
                             plgpu.copy_gmem_to_smem(
                                 ins.pools[which].at[page, pl.ds(of_scales, words)],
                                 scales_s[which].at[slot, pl.ds(at, words)],
@@ -171,7 +174,7 @@ def decode(
                     item, partial(step, row, sums), (n, *split_kv.softmax_start(D, N), zeros)
                 )
                 acc += columns(reduced_rows("add", rest, scratch), acc.shape)
-                # The copy of the item before may still read.
+                # The copy of the item before may still read out_s.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 state = acc, top, reduced_rows("add", total, scratch)
                 split_kv.end_item(state, row, ins.items[item, 3], split_kv.begin_row, my_out, outs)
@@ -205,7 +208,7 @@ def decode(
                     )
                     if keys.scaled:
                         unit, zero = scales(0, at)
-                        # Taken out before anything is rounded, for it may be larger than codes.
+                        # The offset may exceed the codes, so it is subtracted before any rounding.
                         products -= columns(sums * registers.offset(keys, dtype), shape)
                         products *= rows(unit, shape)
                         products += rows(zero, shape) * columns(sums, shape)
@@ -230,12 +233,12 @@ def decode(
                         rest += jnp.where(seen, probs * rows(zero + middle * unit, shape), 0.0)
                     weights = weights.astype(dtype)
                     if values.scaled and (more := registers.offset(values, dtype) + middle):
-                        # What has been rounded is taken out as it is.
+                        # The product uses rounded weights, so the offset's share does too.
                         rest -= weights.astype(jnp.float32) * more
                     weights_of.append(weights)
                 for at, weights in zip(chunks, weights_of):
                     elements = codes(v_s, at, values)
-                    if not values.scaled:  # What a former owner has left may be no number.
+                    if not values.scaled:  # A former owner's values may be NaN.
                         seen = held(at, elements.shape)
                         elements = jnp.where(seen, elements, jnp.zeros_like(elements))
                     my_values[...] = elements
@@ -281,7 +284,7 @@ def decode(
 
 
 def _held(section: Section, at: int, first_page, shape, first, count, sliding_window):
-    """Which of an array's rows from row `at` of a tile on are tokens that are attended to."""
+    """Which rows of an array, whose rows begin with row `at` of a tile, are attended tokens."""
     P, R = section.tokens, section.rows
     offset = tiles.index_of(0, shape, at % R)
     token = (first_page + at // R) * P + offset
@@ -319,7 +322,7 @@ def decode_unified(
 
 
 def with_its_shapes(run: Callable) -> Callable:
-    """Another implementation, whose scores have the axes of the kernel's."""
+    """The implementation `run`, with its scores padded to the shapes of the kernel's scores."""
 
     @wraps(run)
     def padded(q, words, tables, counts, *, formats, **options):

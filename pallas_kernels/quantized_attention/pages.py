@@ -1,24 +1,24 @@
 """Unified pages (DiffKV §5.2): all of one size, and each parsed by the format of its tokens.
 
 A pool is one array [N, W] of unsigned 32-bit words. A page holds tokens of one KV head and of one
-precision, in six sections: the codes of their keys, the scales and zero points of these, both of
-the values, and then of each token its score and its position. Within a section one token lies after
-the other; how a token's codes and scales lie is told in pallas_kernels/quantization/format.py.
-Sections begin at multiples of `ALIGNMENT` words, from where GPUs can copy them asynchronously, and
-those of codes at multiples of a token's words, so that a pool is also an array whose rows are
-tokens.
+precision, in six sections: the codes of keys; the scales and zero points of keys; the codes of
+values; the scales and zero points of values; scores; positions. Within a section one token lies
+after the other; pallas_kernels/quantization/format.py has the layout of a token's codes and scales.
+Sections begin at multiples of `ALIGNMENT` words, from where GPUs can copy them asynchronously.
+Sections of codes also begin at multiples of a token's words, so that a pool is also an array whose
+rows are tokens.
 
     K8V4, head dim 128, P tokens: 32 P | P | 16 P | P | P | P words
 
 Keys may have scales and zero points by channel, one for each group of t tokens (KIVI,
-arXiv:2402.02750). Such a page holds whole groups: of each channel, one after the other, the codes
-of its t tokens, which lie as those of t channels of a token do, and then as many scales. These take
-the words of scales of every t channels of a token. Where scores are not asked for, pages have no
-sections of scores and positions. Keys and values of few bits may have outliers, whose words follow
-a token's scales (quantization/outliers.py).
+arXiv:2402.02750). Such a page holds whole groups. A group has, channel by channel, the codes of its
+t tokens, in the layout of t channels of a token. For each channel it has a word of scale and zero
+point, which is D / t words per token. If `scored` is false, the sections of scores and positions
+are empty. Keys and values of few bits may have outliers; their words follow a token's scales
+(quantization/outliers.py).
 
-How many tokens a page holds follows from its words and its format. Attention reads a page's words
-once and interprets them; nothing but its format says what they are.
+The number of tokens of a page follows from its words and its format. Attention reads a page's words
+once, and only the format defines their meaning.
 """
 
 import functools
@@ -48,14 +48,14 @@ NAME = re.compile(r"K(\d+)V(\d+)")
 
 
 class Section(NamedTuple):
-    """first: word of a page. width: words of each token."""
+    """first: the first word of the section in a page. width: words of each token."""
 
     first: int
     width: int
 
 
 class Tokens(NamedTuple):
-    """Tokens one by one. keys, values: [n, D]. scores: [n] float32. positions: [n] int32."""
+    """Single tokens. keys, values: [n, D]. scores: [n] float32. positions: [n] int32."""
 
     keys: jax.Array
     values: jax.Array
@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
     positions: jax.Array
 
     def where(self, these, others: "Tokens") -> "Tokens":
-        """These tokens where `these` [n] says so, and others elsewhere."""
+        """These tokens where `these` [n] is true, and `others` elsewhere."""
 
         def chosen(x, other):
             return jnp.where(these.reshape(-1, *[1] * (x.ndim - 1)), x, other)
@@ -75,11 +75,11 @@ class Tokens(NamedTuple):
 class PageFormat:
     """How a page of `words` words is parsed: the precision of the keys and values in it.
 
-    key_group: t, tokens whose keys share the scale of a channel; 0: those of a token have their
-    own. scored: whether a token's score and position are there. outliers: of a token's keys, and of
-    its values, where these are of few bits.
+    key_group: t, the tokens whose keys share a channel's scale; 0 for scales by token.
+    scored: whether the page has tokens' scores and positions.
+    outliers: of a token's keys, and of its values, if these have few bits.
 
-    Raises ValueError if a page holds no token, or no group of them.
+    Raises ValueError if a page holds no token, or no whole group of tokens.
     """
 
     keys: KVFormat
@@ -98,7 +98,7 @@ class PageFormat:
     def holding(
         cls, tokens: int, keys: KVFormat, values: KVFormat, scored: bool = True, outliers: int = 0
     ) -> "PageFormat":
-        """Of the smallest page that holds so many tokens."""
+        """The format of the smallest page that holds `tokens` tokens."""
         words = _sections(_widths(keys, values, scored, outliers), tokens)[1]
         return cls(keys, values, words, scored=scored, outliers=outliers)
 
@@ -115,13 +115,12 @@ class PageFormat:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token with its scales and zero points, and its score and position if they are
-        there."""
+        """Bytes of a token with its scales and zero points, and score and position if stored."""
         return 4 * sum(self._widths)
 
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
-        """Of the keys' codes and scales, the values' codes and scales, scores and positions."""
+        """The keys' codes and scales, the values' codes and scales, scores, and positions."""
         return _sections(self._widths, self.tokens)[0]
 
     @property
@@ -130,11 +129,11 @@ class PageFormat:
 
     @property
     def _channel(self) -> KVFormat:
-        """Of the keys of a group in one channel."""
+        """The format of one channel's keys in a group."""
         return KVFormat(self.keys.bits, self.key_group)
 
     def section(self, rows, number: int):
-        """Words [..., P, w] of pages' words [..., W]."""
+        """The words [..., P, w] of section `number`, from pages' words [..., W]."""
         first, width = self.sections[number]
         part = rows[..., first : first + self.tokens * width]
         return part.reshape(*rows.shape[:-1], self.tokens, width)
@@ -159,19 +158,19 @@ class PageFormat:
         return put_back(elements, scales[..., format.scale_words :])
 
     def _quantized(self, x, format: KVFormat) -> list[jax.Array]:
-        """Codes, and scales with outliers."""
+        """Codes, and scales with the outliers after them."""
         if not (self.outliers and format.scaled):
             return list(quantize(x, format))
         codes, *scales = quantize_but(x, format, self.outliers)
         return [codes, jnp.concatenate(scales, -1)]
 
     def queries(self, q):
-        """Queries [..., R, D] for the keys that `read` gives."""
+        """Queries [..., R, D] for the keys that `read` returns."""
         return q if self.key_group else in_planes(q, self.keys)
 
     def read(self, words_NxW, page, held) -> tuple[Codes | ByChannel, Codes]:
         """Keys and values of the tokens [n, P] of the pages `page` [n]. Tokens that are not `held`
-        [n, P] read as zeros: what former owners have left may be no finite number."""
+        [n, P] read as zeros: a former owner's values may not be finite."""
         # Without the barriers XLA on CPUs copies words one by one, as attention over pages does.
         page = jax.lax.optimization_barrier(page)
         rows = take_words(words_NxW, page, 0, self.sections[4].first)
@@ -191,8 +190,8 @@ class PageFormat:
         return as_codes(unpacked, scales[..., format.scale_words :], held).only(held)
 
     def read_tokens(self, words_NxW, page, at) -> Tokens:
-        """One token of each of the pages `page` [n], the one at place `at` [n]. Raises ValueError
-        for keys by channel."""
+        """The tokens [n] at places `at` [n] of the pages `page` [n]. Raises ValueError for keys by
+        channel."""
         if self.key_group:
             raise ValueError(f"{self.name}: tokens are read by groups of {self.key_group}")
         rows = words_NxW.at[page].get(mode="clip")
@@ -208,9 +207,12 @@ class PageFormat:
         )
 
     def write(self, words_NxW, page, at, tokens: Tokens):
-        """The words [N, W] with tokens in pages `page` [n] at places `at` [n]. What goes to pages
-        beyond N is dropped; no two are the same place, of the dropped ones either. With a
-        `key_group` each is a group of tokens [n, t, …], and its place that of the first."""
+        """The words [N, W] with tokens written to pages `page` [n] at places `at` [n].
+
+        Tokens for pages from N on are dropped. All places must be distinct, those of dropped tokens
+        too. With a `key_group`, `tokens` are groups of tokens [n, t, …], each at the place of its
+        first token.
+        """
         if self.key_group:
             keys = quantize(tokens.keys.swapaxes(-1, -2), self._channel)
         else:
@@ -235,7 +237,7 @@ class PageFormat:
         return _floats(part[:, : self.tokens]), _integers(part[:, span - self.tokens :])
 
     def write_scores(self, words_NxW, page, scores_nxP):
-        """With the scores of whole pages `page` [n], as `write` takes them."""
+        """The words with new scores [n, P] in pages `page` [n], which are as in `write`."""
         first = jnp.full_like(page, self.sections[4].first)
         return put_words(words_NxW, page, first, _words(scores_nxP))
 
@@ -243,11 +245,14 @@ class PageFormat:
 def parse_format(
     name: str, head_dim: int, floats: str, groups: int = 1, key_group: int = 0
 ) -> tuple[KVFormat, KVFormat]:
-    """Formats of keys and values of a name such as K8V4. floats: what elements of 16 bits are.
-    groups: of each token's keys and values. key_group: as a page has it; keys have no groups then
-    but the words of so many.
+    """The formats of keys and values with a name such as K8V4.
 
-    Raises ValueError for a name that is none, and for what does not fill whole words.
+    floats: the dtype of elements of 16 bits.
+    groups: of each token's keys and values.
+    key_group: as in `PageFormat`. With one, the keys' format has head_dim / key_group groups, which
+        only give the number of words of scales.
+
+    Raises ValueError for an invalid name, and for formats that do not fill whole words.
     """
     found = NAME.fullmatch(name)
     if not found:
@@ -276,7 +281,7 @@ def _widths(keys: KVFormat, values: KVFormat, scored: bool, outliers: int) -> tu
 
 
 def _sections(widths: tuple[int, ...], tokens: int) -> tuple[tuple[Section, ...], int]:
-    """Sections of a page with so many tokens, and its words."""
+    """The sections of a page of `tokens` tokens, and the page's number of words."""
     sections, end = [], 0
     for number, width in enumerate(widths):
         of_codes = number in (0, 2)

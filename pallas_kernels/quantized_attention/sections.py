@@ -1,4 +1,4 @@
-"""Tiles of pages of few bits, as the kernel that reads them has them in shared memory."""
+"""Tiles of quantised pages, and their layout in the decode kernel's shared memory."""
 
 import math
 from collections.abc import Sequence
@@ -12,19 +12,23 @@ from pallas_kernels.quantization import KVFormat, QuantizedPages, registers
 from pallas_kernels.quantized_attention.pages import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 
-STAGE_BYTES = 42 * 1024  # Of a tile, as the shared memory of a multiprocessor allows.
-MOST_GROUP = 8  # Query heads of a KV head.
+STAGE_BYTES = 42 * 1024  # The most of a tile, as the shared memory of a multiprocessor allows.
+MOST_GROUP = 8  # The most query heads of a KV head.
 CHUNK = 64  # Tokens that are unpacked at a time.
-MOST_ROWS = 256  # Of a tile.
+MOST_ROWS = 256  # The most rows of a tile.
 
 
 @dataclass(frozen=True)
 class Section:
-    """Tokens of one precision, and where their pages have them.
+    """The pages of one precision: their layout, and their columns in tables.
 
-    tokens: P. firsts: the words of a page with which the keys' codes, their scales, the values'
-    codes and their scales begin. column, step: where a row of the table has the first page, and
-    from there each next one; 1 or -1. width: how many columns they can have; 0 means all.
+    keys, values: formats.
+    tokens: P.
+    firsts: the first word in a page of the keys' codes, the keys' scales, the values' codes, and
+        the values' scales.
+    column: the table's column of the first page.
+    step: 1 or -1, from the column of a page to the column of the next page.
+    width: the most columns of this precision; 0 means all columns.
     """
 
     keys: KVFormat
@@ -41,13 +45,13 @@ class Section:
 
     @classmethod
     def of_page(cls, keys: KVFormat, values: KVFormat, page_size: int) -> "Section":
-        """Of pages in pools of their own (pallas_kernels/quantization/format.py)."""
+        """Keys and values have separate pools (pallas_kernels/quantization/format.py)."""
         of_keys, of_values = (page_size * format.code_words for format in (keys, values))
         return cls(keys, values, page_size, (0, of_keys, 0, of_values))
 
     @classmethod
     def of_format(cls, format: PageFormat, run: Run | tuple = ()) -> "Section":
-        """run: where tables have the pages, for the kernel; a plan needs none."""
+        """run: the pages' columns in tables, for the kernel; a plan needs none."""
         keys, scales, values, more_scales = (section.first for section in format.sections[:4])
         firsts = keys, scales, values, more_scales
         return cls(format.keys, format.values, format.tokens, firsts, *run)
@@ -58,7 +62,7 @@ class Section:
 
     @property
     def rows(self) -> int:
-        """Of a page in a tile: whole chunks."""
+        """The rows of a page in a tile: P, rounded up to whole chunks."""
         return CHUNK * pl.cdiv(self.tokens, CHUNK)
 
 
@@ -98,7 +102,7 @@ def refusal_of_formats(q, words, K: int, formats: tuple[PageFormat, ...]) -> str
 
 
 def pages_of_tile(sections: Sequence[Section]) -> int:
-    """A tile has as many pages of one precision as of another: pages take the same memory."""
+    """The pages of a tile, the same number for all precisions: their pages have the same size."""
     return max((pages for pages in (1, 2, 4) if _fits(sections, pages)), default=1)
 
 
@@ -111,7 +115,7 @@ def _fits(sections: Sequence[Section], pages: int) -> bool:
 def schedule_of(
     counts, sections: Sequence[Section], sliding_window: int | None = None
 ) -> schedules.DecodeSchedule:
-    """counts: of each precision, [S, K] tokens."""
+    """The schedule of decode. counts: [S, K] tokens of each precision."""
     pages = pages_of_tile(sections)
     tokens = tuple(pages * section.tokens for section in sections)
     if len(sections) == 1:
@@ -120,9 +124,9 @@ def schedule_of(
 
 
 def views_of(pools, sections):
-    """Views [N, rows, C] of the pools, one for each number C of words that a token's codes have,
-    and the place of each view among pools and views, by (pool, C). Pages stay an axis: a large pool
-    has more rows than an int32 counts."""
+    """Views [N, rows, C] of the pools, one for each number C of words of a token's codes, and each
+    view's index in `(*pools, *views)`, by (pool, C). Pages stay an axis: a large pool has more rows
+    than an int32 counts."""
     views: list[jnp.ndarray] = []
     places: dict[tuple[int, int], int] = {}
     for section in sections:
@@ -136,8 +140,9 @@ def views_of(pools, sections):
 
 
 def buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """Shared memory for the codes of a tile, as (words of a row, rows), and which of it keys and
-    values of each precision take. A slot holds a tile of one precision at a time."""
+    """The buffers in shared memory for the codes of a tile, as (words of a row, rows), and for each
+    precision the index of the keys' buffer and of the values' buffer. Precisions share buffers,
+    because a slot holds a tile of one precision at a time."""
     sizes: list[tuple[int, int]] = []
     taken_by = []
     for section in sections:
@@ -155,9 +160,9 @@ def buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]
 
 
 def rows_copied_together(sections, taken_by, pools) -> list[int]:
-    """For each buffer of `buffers` the rows of its tiles, at most 8. They divide the first row
-    of a page's codes, its number of tokens, and its number of rows: otherwise a copy would cut a
-    tile."""
+    """For each buffer of `buffers` the rows of its swizzled tiles, at most 8. They divide the first
+    row of a page's codes, the tokens of a page, and the rows of a page: otherwise a copy would cut
+    a swizzled tile."""
     found: dict[int, int] = {}
     for section, taken in zip(sections, taken_by, strict=True):
         for which, (buffer, format) in enumerate(zip(taken, section.formats)):

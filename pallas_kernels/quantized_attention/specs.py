@@ -16,17 +16,20 @@ from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
 from pallas_kernels.quantized_attention.sections import Section, pages_of_tile
 from pallas_kernels.specs import HEADS, Cost, Errors, Gates, Heads, Op, Spec, reference, some
 
-LARGEST = 2.4  # of the elements of keys and values that are drawn
-# Tokens of heads that have none of a precision, or none at all.
+LARGEST = 2.4  # the largest element of keys and values that is drawn
+# Tokens in each precision, for heads without tokens of one precision or of any.
 _EDGES = np.array([[4, 0, 3], [0, 5, 0], [0, 0, 0]])
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """tokens: of each sequence, the shares of two or three precisions of which `kept` gives; other
-    tokens are pruned. page_size: tokens of a page in the highest. ragged: whether heads keep
-    different numbers of tokens, which are then drawn, and heads without any of one precision or of
-    all are among them."""
+    """tokens: of each sequence.
+    kept: the share of the tokens in each of two or three precisions; other tokens are pruned.
+    names: the page formats, the highest precision first.
+    page_size: tokens of a page in the highest precision.
+    ragged: whether heads keep different numbers of tokens. They are then drawn, and some heads have
+        no tokens of one precision, or none at all.
+    """
 
     heads: Heads
     sequences: int = 64
@@ -45,7 +48,7 @@ class Mixed:
 
     @property
     def most(self) -> tuple[int, ...]:
-        """Tokens of a head in each precision."""
+        """The most tokens of a head in each precision."""
         return tuple(int(self.tokens * share) for share in self.kept)
 
     def counts(self, key):
@@ -85,13 +88,13 @@ def make(shapes: Mixed) -> Spec:
         }
 
     def read(tokens) -> int:
-        """Bytes of the keys and values of so many tokens in each precision."""
+        """Bytes of the keys and values of `tokens` tokens in each precision."""
         each = [format.keys.token_bytes + format.values.token_bytes for format in formats]
         return sum(count * size for count, size in zip(tokens, each))
 
     def cost(arguments) -> Cost:
-        """Words of the tokens that are read but their scores and positions, and the scores that
-        are written; queries and outputs."""
+        """Keys and values of the tokens that are read, without their stored scores and positions;
+        the scores that are written; queries and outputs."""
         tokens = np.asarray(arguments["counts_SxKxI"]).sum((0, 1)).tolist()
         written = 4 * (H // K) * sum(tokens)
         return Cost(
@@ -112,7 +115,7 @@ def make(shapes: Mixed) -> Spec:
         return balance.of_rows(tiles, schedule, shapes.heads, read(tokens.sum(0).tolist()))
 
     def compare(arguments, found) -> Errors:
-        """Of the output and of the log-sum-exp."""
+        """The output's errors, and the largest share of its tolerance in output or log-sum-exp."""
         wide = arguments | {"q_SxHxD": arguments["q_SxHxD"].astype(jnp.float32)}
         out, lse, _ = reference(mixed_precision_attention, options, wide)
         # Σ p |v| is at most the largest value that is drawn.
@@ -150,7 +153,7 @@ def _pages(key, format: PageFormat, count: int):
 
 
 def _scales(key, format: KVFormat, shape):
-    """Of elements from about -2 to 2, `LARGEST` at most."""
+    """Scales and zero points of elements from about -2 to 2, `LARGEST` at most."""
     spread = jax.random.uniform(key, shape, minval=0.8, maxval=1.2)
 
     def half(x):

@@ -1,7 +1,7 @@
-"""Where page tables have the pages of each precision (DiffKV §5.2, §5.3).
+"""The columns of each precision's pages in page tables (DiffKV §5.2, §5.3).
 
-Two precisions share a bidirectional table: the pages of the higher one lie from its left end on,
-and those of the lower one from its right end on; what is between may be anything. Of three, the
+Two precisions share a bidirectional table: pages of the higher one begin at its left end, and pages
+of the lower one at its right end. Entries between them may be anything. With three precisions the
 highest has a unidirectional table of its own, the first columns of the row.
 """
 
@@ -9,25 +9,28 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """first: the column of a precision's first page. step: to that of the next one, 1 or -1.
-    width: columns of its table, the most pages that it can have."""
+    """first: the column of a precision's first page.
+    step: 1 or -1, from the column of a page to the column of the next page.
+    width: the columns of the precision's table, and so its most pages.
+    """
 
     first: int
     step: int
     width: int
 
     def column(self, number):
-        """Of the page `number`, an array; of one beyond the table, any column of it."""
+        """The columns of pages `number`, an array. Numbers are clipped to the table's pages."""
         return self.first + self.step * number.clip(0, self.width - 1)
 
     def number(self, column):
-        """Which page a column holds, below 0 or not below `width` if it belongs to others."""
+        """The number of a column's page; below 0, or at least `width`, outside of this table."""
         return (column - self.first) * self.step
 
 
 def runs(levels: int, width: int, single: int = 0) -> tuple[Run, ...]:
-    """Of each precision, the highest first, in rows of `width` columns, of which the first `single`
-    are the unidirectional table. Raises ValueError for widths that these levels do not have."""
+    """The run of each of `levels` precisions, the highest first, in rows of `width` columns. The
+    first `single` columns are the unidirectional table. Raises ValueError if `single` does not fit
+    `levels` and `width`."""
     if (levels, single > 0) not in ((2, False), (3, True)) or single >= width:
         raise ValueError(
             f"{levels} precisions have no tables of {width} columns with {single} for one alone: "

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 
 
 class Listed(NamedTuple):
-    """row: [w] int32 whose page each is, number: [w] which of its pages, and live: [w] whether it
-    is one: beyond the last page, a row and a number may be any that exist."""
+    """A part of the list of all pages. Entries beyond the last page have the last row.
+
+    row: [w] int32, the row of each page.
+    number: [w], the number of the page in its row.
+    live: [w] bool, whether the entry is a page.
+    """
 
     row: jax.Array
     number: jax.Array
@@ -16,7 +20,7 @@ class Listed(NamedTuple):
 
 
 def listed(counts_R, trip, width: int) -> Listed:
-    """Pages trip * width … of rows that have `counts` [R] int32 of them."""
+    """The `width` pages from trip * width on, of rows that have `counts` [R] int32 pages."""
     ends = jnp.cumsum(counts_R)
     at = trip * width + jnp.arange(width)
     row = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)

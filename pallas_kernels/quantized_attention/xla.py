@@ -1,4 +1,4 @@
-"""Fast jnp under jit: what is read depends on the real lengths, not on the width of the tables."""
+"""Fast jnp under jit: memory traffic depends on the real lengths, not on the width of tables."""
 
 import functools
 
@@ -17,9 +17,9 @@ NEG_INF = -1e30
 def decode(
     q, words, tables, counts, formats, *, runs, scale, soft_cap=None, oldest=None, schedule=None
 ):
-    """One precision after the other (§6.2): the pages of all rows and heads form a list for each,
-    so that no head waits for a longer one. What parts of a row give is merged by its largest score.
-    """
+    """One precision after the other (§6.2). In each, the pages of all sequences and heads form one
+    list, so that no head waits for a longer one. A row's results of all precisions are merged by
+    their largest scores."""
     S, H, D = q.shape
     K, M = tables.shape[1:]
     q_RxGxD = q.astype(jnp.float32).reshape(S * K, H // K, D) * scale
@@ -63,7 +63,7 @@ def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat, 
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(held[:, None], scores, -jnp.inf)
         new_top = top.at[row].max(scores.max(-1))
-        # Else XLA computes the weights once for each sum that they are in.
+        # Without the barrier XLA computes the weights again for each sum that uses them.
         probs = jax.lax.optimization_barrier(jnp.exp(scores - new_top[row][..., None]))
         decay = jnp.exp(top - new_top)
         acc = (acc * decay[..., None]).at[row].add(values.weighted_sum(probs))

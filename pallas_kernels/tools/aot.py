@@ -28,7 +28,7 @@ def devices(target: str, count: int = 1) -> list[jax.Device]:
             "checkout pip install -e '.[aot]'"
         )
     _find_disassembler()
-    # Otherwise JAX's plugin would ask for CUDA's libraries when it is loaded.
+    # Otherwise JAX's plugin would require CUDA's libraries when it is loaded.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     # Otherwise JAX would warn at length that there is no GPU.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
@@ -42,9 +42,10 @@ def devices(target: str, count: int = 1) -> list[jax.Device]:
 
 
 def _find_disassembler() -> None:
-    """Tell Mosaic where the package nvidia-cuda-nvdisasm has installed the disassembler.
+    """Point Mosaic to the disassembler of the package nvidia-cuda-nvdisasm.
 
-    Mosaic disassembles what it compiles, and looks only where a CUDA installation has the tool.
+    Mosaic disassembles every kernel, and searches only the place of the tool in a CUDA
+    installation.
     """
     name = "MOSAIC_GPU_CUDA_ROOT"
     package = importlib.util.find_spec("nvidia")

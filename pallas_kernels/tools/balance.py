@@ -8,14 +8,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Balance:
-    """blocks: thread blocks.
-    idle: the share of them that has no tile.
-    waves: thread blocks for each that the GPU runs at a time.
-    longest: when the last of the places where thread blocks run ends, as a multiple of the mean.
-    tiles: of all thread blocks.
-    longest_tiles: of the place that ends last.
-    partial_bytes: written as partial results.
-    partials: these, as a share of the bytes of keys and values.
+    """The balance of a schedule. A place runs one thread block after another, beside other places.
+
+    blocks: thread blocks.
+    idle: the share of thread blocks without a tile.
+    waves: thread blocks per place.
+    longest: the tiles of the place that ends last, as a multiple of the mean over all places.
+    tiles: the tiles of all thread blocks.
+    longest_tiles: the tiles of the place that ends last.
+    partial_bytes: bytes written as partial results.
+    partials: `partial_bytes` as a share of the bytes of keys and values.
     """
 
     blocks: int
@@ -33,14 +35,15 @@ def balance(
 ) -> Balance:
     """The balance of a schedule of plain integer arrays.
 
-    tiles: [R] the tiles of each row: a sequence's KV head in decode, and a tile of queries and
-        their head in prefill.
+    tiles: [R] the tiles of each row. A row is a sequence's KV head in decode, and a tile of queries
+        of one KV head in prefill.
     items: [I, 4 or more] each item's row, first tile, tile after the last, and the place of its
         partial result, or -1.
     block_items: [B + 1]; thread block b runs items block_items[b] to block_items[b + 1] - 1.
-    places: the thread blocks that the GPU runs at a time. Others follow in order, each where one
-        has ended.
-    partial_bytes: of one partial result.  kv_bytes: of all keys and values that are read.
+    places: the thread blocks that the GPU runs at a time. Further blocks follow in order, each in
+        the place of a block that has ended.
+    partial_bytes: of one partial result.
+    kv_bytes: of all keys and values that are read.
 
     Raises ValueError if the items of the thread blocks do not read each tile of each row once.
     """

@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that this machine does not have, and show what came of it.
+"""Compile the kernels for GPUs that this machine does not have, and print reports.
 
     python -m pallas_kernels.tools.compile --target=h200 --op=paged_attention --spec=llama-3-8b
 
@@ -7,20 +7,20 @@ tables:
 
 - the compiler's report: the registers of a thread, the bytes that spill, the threads and the shared
   memory of a thread block, the thread blocks that fit a multiprocessor, the numbers of tensor-core
-  and TMA instructions, what the op launches, the temporary memory, and which part of the donated
-  arrays is written in place;
-- of each loop over tiles: bytes under way beside those that Little's law asks for, instructions and
-  barriers a tile, what it will wait for, and which share of the memory's bandwidth or of the tensor
-  cores' rate it can reach, as a range; how evenly the schedule spreads the work; and what that
-  makes of the call. predict.py holds the arithmetic and its assumptions;
-- the same of others' kernels for the same shapes (peers.py), where they can be imported.
+  and TMA instructions, the number of the op's launches, the temporary memory, and the share of the
+  donated arrays that is written in place;
+- for each loop over tiles: the bytes under way, and the bytes that Little's law requires;
+  instructions and barriers a tile; the resource that limits the loop; the share of the memory's
+  bandwidth or of the tensor cores' rate that it can reach, as a range; how evenly the schedule
+  spreads the work; and the predicted time of the call. predict.py has the arithmetic and its
+  assumptions;
+- the same for other libraries' kernels for the same shapes (peers.py), where they can be imported.
 
 It exits with an error if a kernel does not compile within minutes, spills, leaves no report, takes
-so many registers or so much shared memory that fewer thread blocks fit than it is made for, does
-not wait for what it reads (synchronization.py), or would race or hang on a GPU where nothing here
-shows it (hazards.py); if a donated array is copied; if an op launches more than its gates allow; or
-if a schedule of equal parts leaves thread blocks without work. It needs the extra `aot`, and no
-GPU.
+so many registers or so much shared memory that too few thread blocks fit a multiprocessor, does not
+wait for memory that it reads (synchronization.py), or would race or hang on a GPU only
+(hazards.py); if a donated array is copied; if an op launches more than its gates allow; or if a
+schedule of equal parts leaves thread blocks without work. It needs the extra `aot`, and no GPU.
 """
 
 import argparse
@@ -49,13 +49,13 @@ MOST_SECONDS = 300
 
 
 def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
-    """Compile in a new process: what a process has compiled before leaves no report again."""
+    """Compile, in a new process: a kernel leaves a report only once in a process."""
     # Mosaic's inference of layouts may take for ever.
     signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(MOST_SECONDS)
     try:
         return _compile(target, op, spec, implementation)
-    except Exception as error:  # One kernel's trouble must not hide the others' reports.
+    except Exception as error:  # One kernel's error must not hide all other reports.
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Report(target, op, spec, implementation, problem=problem)
     finally:

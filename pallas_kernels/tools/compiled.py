@@ -1,4 +1,4 @@
-"""What the compiler made of a function for a GPU that this machine lacks."""
+"""The compiler's results for a function on a GPU that this machine lacks."""
 
 import os
 import re
@@ -20,12 +20,12 @@ _BARRIER = 8  # bytes
 
 @dataclass(frozen=True)
 class Kernel:
-    """The compiler's report on one Mosaic kernel, and what follows from it. Memory is in bytes.
+    """The compiler's report on one Mosaic kernel, and results that follow. Memory is in bytes.
 
     shared_memory: of a thread block.
-    loop, fetching: of a warp that multiplies tiles, and of one that only fetches them.
+    loop, fetching: of a warp that multiplies tiles, and of a warp that only fetches them.
     prediction: None for a kernel without a loop that fetches tiles.
-    reductions_across_warps: Mosaic's own, through the one scratch of a thread block.
+    reductions_across_warps: the number of Mosaic's own, which share one scratch in a thread block.
     """
 
     name: str
@@ -45,7 +45,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """jaxpr: of the function.  launches: what it runs on the device, a name each."""
+    """jaxpr: of the function.
+    launches: the names of the kernels that it runs on the device.
+    temporaries: bytes of temporary memory.
+    aliased: bytes of donated arrays that are written in place.
+    """
 
     jaxpr: Any
     kernels: list[Kernel]
@@ -57,10 +61,10 @@ class Compiled:
 def compile_function(
     function: Callable, donated, arguments, target: str, *, reused: bool
 ) -> Compiled:
-    """Compile `function(donated, arguments)`, pytrees of shapes, in a process that has not compiled
-    the same kernels before: they would leave no report again.
+    """Compile `function(donated, arguments)`, pytrees of shapes. The process must not have compiled
+    the same kernels before, because a kernel leaves a report only once in a process.
 
-    reused: whether thread blocks read the same keys, or other operands.
+    reused: whether thread blocks read the same operands, such as keys.
     """
     gpu = TARGETS[target]
     sharding = SingleDeviceSharding(aot.devices(target)[0])
@@ -88,7 +92,7 @@ def compile_function(
 def _read_reports(
     folder: Path, launches: list[kernel_jaxpr.Launch], gpu: Target, reused: bool
 ) -> list[Kernel]:
-    """In the order of the launches."""
+    """The kernels, in the order of the launches."""
     found = {path.stem.rsplit("_", 1)[0]: path for path in sorted(folder.glob("*.ptxas"))}
     by_name = {launch.name: launch for launch in launches}
     return [
@@ -132,9 +136,9 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
 
 
 def reductions_across_warps(module: str) -> int:
-    """The number of Mosaic's reductions that combine results of several warps, in a kernel with
-    inferred layouts: reductions to a number, and reductions of an operand that is spread over warps
-    to a result that all warps have."""
+    """The number of Mosaic's reductions that combine results of several warps. module: a kernel
+    with inferred layouts. These are reductions to a number, and reductions of an operand that is
+    spread over warps to a result that all warps have."""
     count = 0
     for line in module.splitlines():
         if "vector.reduction" in line:
@@ -146,12 +150,12 @@ def reductions_across_warps(module: str) -> int:
 
 
 def _layouts(line: str) -> tuple[str, str]:
-    """The layouts of an operation's operands, the first one's first, and of its results."""
+    """The layouts of an operation's operands, in order, and of its results."""
     return line.split("in_layouts = [")[1], line.split("out_layouts = [")[1]
 
 
 def spilled_bytes(report: str) -> int:
-    """What a kernel spills, as ptxas reports it."""
+    """The bytes that a kernel spills, from ptxas's report."""
     parts = r"(\d+) bytes spill stores", r"(\d+) bytes spill loads"
     return sum(_number(part, report) for part in parts)
 

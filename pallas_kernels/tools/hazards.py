@@ -1,24 +1,24 @@
-"""A check of a kernel's jaxpr for what neither the interpreter nor the compiler reports.
+"""A check of a kernel's jaxpr for errors that neither the interpreter nor the compiler reports.
 
 In the interpreter a warpgroup is one thread with unlimited registers, memory of its own for
 reductions, and integers that never overflow; and the compiler assumes that a kernel keeps the rules
-below. A kernel that breaks one races or hangs on a GPU, or reads zeros.
+below. A kernel that breaks a rule races or hangs on a GPU, or reads zeros.
 
 - Registers: after `set_max_registers` warpgroups take no more than the launch has given the thread
-  block. The last one to ask would wait for ever.
+  block. Otherwise the last warpgroup to request registers waits for ever.
 - Reductions across warps: Mosaic's own use one place of a thread block's shared memory, at which a
-  warpgroup waits only for its own warps. So at most one warpgroup of a block uses them. Others use
-  `mosaic.reduced_rows`, each with a scratch of its own.
+  warpgroup waits only for its own warps. So at most one warpgroup of a block uses them. Other
+  warpgroups use `mosaic.reduced_rows`, each with a scratch of its own.
 - Indices: TMA counts rows in int32, and fills rows beyond with zeros; the kernels' own products are
   int32 too. With the largest pools that a GPU holds, each axis of an array that a kernel reads or
   writes is shorter than 2**31. Offsets in bytes are computed by Mosaic, in 64 bits.
 - Barriers: every kernel has Mosaic's automatic ones (no `unsafe_no_auto_barriers`). Within a
-  warpgroup they alone order a warp's stores to shared memory and another warp's loads, or TMA's
-  writes that it starts; the barriers that kernels name order warpgroups.
+  warpgroup only these order a warp's accesses to shared memory with another warp's accesses, and
+  with the TMA copies that the other warp starts. The barriers that kernels name order warpgroups.
 
-The check follows each warpgroup by its number: where that decides a condition, one branch is left
-out. Every reduction counts as one across warps, except over the last of several axes, which lies
-within a warp's rows in the layouts of products; compiled.py reads the inferred layouts.
+The check follows each warpgroup by its number: if the number decides a condition, only the taken
+branch counts. Every reduction counts as one across warps, except over the last of several axes,
+which lies within a warp's rows in the layouts of products; compiled.py reads the inferred layouts.
 """
 
 import math
@@ -59,10 +59,10 @@ def traced(spec: Spec, implementation: str | None, target: Target):
 
 
 def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
-    """The shapes of a spec's arguments, with pools of so many pages that they fill `memory` bytes,
-    or as many as the op accepts.
+    """The shapes of a spec's arguments, with pools that fill `memory` bytes, or that have the most
+    pages that the op accepts.
 
-    Pools are the arguments whose names end with axes of which the first is N.
+    Pools are the arguments whose names end with axes that begin with N.
     """
     shapes = spec.shapes()
     pools = {name: x for name, x in shapes.items() if name.split("_")[-1].startswith("Nx")}
@@ -82,8 +82,8 @@ def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
 
 
 def check_compiled(jaxpr, kernels: Sequence[Kernel]) -> list[str]:
-    """As `check`, of what the compiler made of the function: of the registers that kernels have,
-    and of the layouts in which they reduce."""
+    """As `check`, for the compiled function: its kernels' registers, and the layouts in which they
+    reduce."""
     complaints = []
     by_name = {kernel.launch.name: kernel for kernel in kernels}
     for call in calls(jaxpr):
@@ -100,14 +100,14 @@ def check_compiled(jaxpr, kernels: Sequence[Kernel]) -> list[str]:
 
 
 def registers_of_launch(threads: int) -> int:
-    """The most registers of a thread that the compiler gives a thread block of so many threads."""
+    """The most registers of a thread that the compiler gives a thread block of this size."""
     most = min(MOST_REGISTERS, REGISTERS // threads)
     return most // REGISTER_UNIT * REGISTER_UNIT
 
 
 def registers_asked(call) -> list[int | None]:
-    """For each warpgroup of a kernel's call the most registers of a thread that it sets, or None if
-    it sets none."""
+    """For each warpgroup of a kernel's call: the most registers of a thread that it sets, or None
+    if it sets none."""
     return [
         max((eqn.params["n"] for eqn, _, _ in reached if _sets_registers(eqn)), default=None)
         for reached in _by_warpgroup(call)
@@ -120,7 +120,7 @@ def reducing(call) -> int:
 
 
 def too_many_registers(asked: list[int | None], of_launch: int) -> str | None:
-    """A complaint where warpgroups together ask for more than the launch has."""
+    """A complaint if warpgroups together set more registers than the launch has."""
     if all(n is None for n in asked):
         return None
     most = of_launch * len(asked)
@@ -191,14 +191,17 @@ def _threads(call) -> range:
 
 
 def _by_warpgroup(call) -> list[list]:
-    """For each warpgroup the equations that it may reach, each with the references' identities and
-    the numbers that are known there."""
+    """For each warpgroup the equations that it may reach, each with the identities of references
+    and the known numbers at that point."""
     (mesh,), (body,) = call.params["meshes"], sub_jaxprs(call)
     return [list(_reached(body, {}, {}, {mesh.thread_name: thread})) for thread in _threads(call)]
 
 
 def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
-    """values: known numbers by variable, extended on the way. axes: known axis indices by name."""
+    """The equations that may be reached, with `roots` and `values`.
+
+    values: known numbers by variable, extended in place. axes: known axis indices by name.
+    """
     for eqn in jaxpr.eqns:
         yield eqn, roots, values
         name, subs = eqn.primitive.name, bodies(eqn)
@@ -220,8 +223,8 @@ def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
 
 
 def _inner_values(eqn, sub, values) -> dict:
-    """The known numbers among the operands of one of an equation's jaxprs, without what a loop
-    carries, which changes."""
+    """The known numbers among the operands of `sub`, a jaxpr of an equation. The values that a loop
+    carries are unknown, because they change."""
     name = eqn.primitive.name
     first = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}.get(name, 0)
     operands = eqn.invars[first:]
@@ -232,14 +235,14 @@ def _inner_values(eqn, sub, values) -> dict:
 
 
 def _gives_number(eqn) -> bool:
-    """Whether an equation computes one number, of nothing else than its operands."""
+    """Whether an equation computes one number from its operands alone."""
     if eqn.effects or eqn.primitive.multiple_results or len(eqn.outvars) != 1:
         return False
     return getattr(eqn.outvars[0].aval, "shape", None) == ()
 
 
 def _value(v, values):
-    """The number that a variable is, if it is known and a scalar."""
+    """The number of a variable, or None if it is unknown or no scalar."""
     if hasattr(v, "val"):
         return v.val if np.ndim(v.val) == 0 else None
     return values.get(v)

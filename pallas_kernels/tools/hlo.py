@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# What runs nothing on the device by itself.
+# Opcodes that run nothing on the device by themselves.
 FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all partition-id optimization-barrier"
     " fusion-done copy-done all-reduce-done async-done".split()
@@ -15,21 +15,25 @@ COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
     "collective-broadcast", "ragged-all-to-all", "send", "recv",
 )  # fmt: skip
-SLICES = ("slice", "dynamic-slice", "gather")  # read of their first operand what they give
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # write this operand into their first one
+SLICES = ("slice", "dynamic-slice", "gather")  # read only the part of operand 0 that they return
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # write this operand into operand 0
 ARITHMETIC = frozenset(
     "add subtract multiply divide maximum minimum exponential log tanh rsqrt sine cosine negate "
     "logistic".split()
 )
-# The first of these that a fusion holds names it; the latter only if it does no arithmetic.
+# A fusion's kind is the first of these that it holds; of MOVING only if it does no arithmetic.
 COMPUTING = ("dot", "scatter", "reduce", "gather")
 MOVING = ("concatenate", "pad", "transpose", "dynamic-slice", "slice", "copy")
 
 
 @dataclass(frozen=True)
 class Op:
-    """One instruction. shape: its result's, as printed. operands: names of instructions. text: what
-    follows them."""
+    """One instruction.
+
+    shape: of its result, as printed.
+    operands: names of instructions.
+    text: the rest of the line, after the operands.
+    """
 
     name: str
     opcode: str
@@ -62,8 +66,8 @@ def _array_bytes(dtype: str, dims: str) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a kernel reads and writes. Of an array that it updates in place that is the update
-    alone, and of `pools`, which it reads by index, nothing."""
+    """Bytes that a kernel reads and writes. For an array that it updates in place, only the update
+    counts. pools: the number of pools that it reads by index, whose bytes do not count."""
 
     read: int = 0
     written: int = 0
@@ -71,8 +75,8 @@ class Traffic:
 
 
 class Program:
-    """computations: instructions by name, in the order of the schedule, by computation.
-    entry: those of the main one."""
+    """computations: by the computation's name, its instructions by name, in scheduled order.
+    entry: the instructions of the main computation."""
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Op]] = {}
@@ -97,12 +101,12 @@ class Program:
             yield from ops.values()
 
     def kernels(self) -> list[Op]:
-        """What the main computation runs on the device; a loop or a branch is one of them."""
+        """The instructions of the main computation that run on the device. A loop counts as one."""
         return [op for op in self.entry.values() if op.opcode not in FREE]
 
     def kind(self, kernel: Op) -> str:
-        """What it does, in a word: a custom call's function, 'elementwise', or an opcode. One of
-        `MOVING` only moves data."""
+        """A kernel's kind: a custom call's function, 'elementwise', or an opcode. A kernel with a
+        kind of `MOVING` only moves data."""
         inside = [kernel, *self._inside(kernel)]
         targets = [re.search(r'custom_call_target="([^"]+)"', op.text) for op in inside]
         for found in filter(None, targets):
@@ -121,7 +125,7 @@ class Program:
             yield from self._inside(op)
 
     def arguments(self, kernel: Op) -> list[str]:
-        """Names in Python of those arguments of the program that the kernel gets."""
+        """The Python names of the program's arguments that are operands of the kernel."""
         found = []
         for name in kernel.operands:
             op = self.entry[name]
@@ -132,8 +136,8 @@ class Program:
         return found
 
     def traffic(self, kernel: Op, pool_bytes: int) -> Traffic:
-        """pool_bytes: of an array that custom calls read by index. Loops and branches count as
-        nothing: how often they run is not known."""
+        """The traffic of a kernel. pool_bytes: of an array that custom calls read by index. Loops
+        and branches count as nothing, because the number of their iterations is unknown."""
         if kernel.opcode in CONTROL:
             return Traffic()
         if kernel.opcode != "fusion":
@@ -159,7 +163,7 @@ def _op(name: str, rest: str) -> Op:
 
 
 def _split_balanced(text: str) -> tuple[str, str]:
-    """The parentheses that the text begins with, and what follows them."""
+    """The parenthesised part at the beginning of a text, and the rest."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -169,8 +173,8 @@ def _split_balanced(text: str) -> tuple[str, str]:
 
 
 def _shares_read(inside: dict[str, Op], root: Op) -> dict[str, float]:
-    """Of each array in a fusion, the share that is computed or read: what a slice leaves out is
-    neither."""
+    """For each array in a fusion, the share that is computed or read. The part that a slice leaves
+    out is neither."""
     shares = dict.fromkeys(inside, 0.0) | {root.name: 1.0}
     for op in reversed(inside.values()):
         for name in set(op.operands):

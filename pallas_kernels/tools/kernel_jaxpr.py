@@ -1,4 +1,4 @@
-"""What a kernel does, from its jaxpr: its thread blocks, and its work for one tile."""
+"""A kernel's thread blocks, and its work for one tile, from its jaxpr."""
 
 import math
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ _ROWS, _COLUMNS = 64, 256  # the most of a product that one wgmma computes
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's thread blocks, and what they do for one tile: in one pass through the innermost
-    loop that copies most, and through the one that multiplies most.
+    """A kernel's thread blocks, and their work for one tile. The work is one pass through the
+    innermost copying loop that copies most, and one pass through the loop that multiplies most.
 
     grid: thread blocks along each axis.
-    warpgroups: of a thread block. If there are several, one only copies; but four are two `lanes`,
-        each a warpgroup that multiplies tiles of its own and one that copies them.
-    in_flight: bytes of shared memory that the copies of these loops fill: the most that can be
-        under way at a time.
+    warpgroups: of a thread block. Of two or three, one only copies. Four are two `lanes`: in each,
+        one warpgroup copies tiles and the other multiplies them.
+    in_flight: bytes of all shared memory that the copies of a pass fill: the most that can be under
+        way at a time.
     copied: bytes from global to shared memory, by all warpgroups.
     flops: of one warpgroup.
     operands: bytes of shared memory that one warpgroup reads, most of them as operands of wgmma.
@@ -92,7 +92,7 @@ def calls(jaxpr) -> Iterator:
 
 @dataclass
 class _Pass:
-    """One pass through a loop, without the `loops` inside it. filled: bytes by buffer."""
+    """One pass through a loop, without the inner `loops`. filled: bytes by buffer."""
 
     loops: list["_Pass"] = field(default_factory=list)
     filled: dict[int, int] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def _collect(jaxpr, roots, passes: list[_Pass], here: _Pass, conditional: bool =
         elif name == "mma":
             _, a, b = (x.aval for x in eqn.invars)
             here.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        # What a condition guards is for some tiles only, unless it copies or multiplies.
+        # Loads and stores under a condition run for some tiles only, and do not count.
         elif name in ("get", "load") and is_shared_memory(eqn.invars[0].aval):
             here.operands += 0 if conditional else _bytes(eqn.outvars[0].aval)
         elif name == "swap" and is_shared_memory(eqn.invars[0].aval):
@@ -144,8 +144,7 @@ def bodies(eqn) -> list:
 
 
 def inner_roots(eqn, sub, roots) -> dict:
-    """For each reference of a sub-jaxpr, the identity of the buffer or barrier it was allocated
-    as."""
+    """For each reference of a sub-jaxpr, the identity of its buffer or barrier."""
     skipped = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}
     operands = eqn.invars[skipped.get(eqn.primitive.name, 0) :]
     inner = {v: roots[o] for v, o in zip(_inputs(sub), operands) if known(o, roots)}

@@ -1,6 +1,6 @@
-"""Others' kernels for the shapes of ours, compiled ahead of time: what they do a tile and a byte.
+"""Other libraries' kernels for the same shapes, compiled ahead of time: their work for a tile.
 
-A peer that cannot be imported or compiled is named with the reason; that is never a failure.
+A peer that cannot be imported or compiled is listed with the reason; that is never a failure.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def of(op: str, spec: str, gpu: GPU) -> Sequence[str]:
 
 
 def compile_peer(target: str, op: str, spec: str, peer: str) -> PeerReport:
-    """In a new process, as `compile_function` asks."""
+    """Compile, in a new process, as `compile_function` requires."""
     try:
         function, arguments = OPS[op].peers[spec, peer](TARGETS[target].gpu)
         compiled = compile_function(
@@ -40,14 +40,14 @@ def compile_peer(target: str, op: str, spec: str, peer: str) -> PeerReport:
         )
         kernel = next(kernel for kernel in compiled.kernels if kernel.prediction)
         return PeerReport(target, op, spec, peer, kernel)
-    except Exception as error:  # A peer's trouble of whatever kind is not ours.
+    except Exception as error:  # No error of a peer is a failure.
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return PeerReport(target, op, spec, peer, None, problem)
 
 
 def columns(kernel: Kernel) -> list[str]:
-    """Of a loop over tiles: KB in flight and needed, instructions of a warp that multiplies and of
-    one that fetches, their barriers, what they wait for, and what they reach."""
+    """Columns for a loop over tiles: KB in flight and needed, instructions and barriers of a warp
+    that multiplies and of one that fetches, the limiting resource, and the share of its rate."""
     loop, found, fetching = kernel.loop, kernel.prediction, kernel.fetching
     assert loop is not None and found is not None
     both = [loop, fetching] if fetching else [loop]
@@ -63,7 +63,7 @@ def columns(kernel: Kernel) -> list[str]:
 
 
 def rows(peers: list[PeerReport], reports: list) -> list[list[str]]:
-    """A table of peers and of our kernels for the same shapes. reports: of compile.py."""
+    """A table of peers and of our kernels for the same shapes. reports: from compile.py."""
     header = (
         "target kernel registers threads resident KB-a-tile MFLOP-a-tile FLOP-a-byte "
         "KB-through-shared KB-in-flight needed instructions BAR SYNCS waits-for reaches"

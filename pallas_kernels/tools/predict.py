@@ -1,9 +1,9 @@
-"""What a kernel could reach, from counts of its compiled code: arithmetic, not measurement.
+"""The speed that a kernel could reach, from counts of its code: arithmetic, not measurement.
 
 A multiprocessor works on the tiles of its resident thread blocks. A tile takes as long as the
-slowest of what it needs: bytes from memory, or from the L2 cache where others read the same; bytes
-through shared memory; issue slots; tensor cores. At best all of these overlap perfectly; what is
-predicted is a range, from the cautious to the hopeful of the assumptions below.
+slowest of its needs: bytes from memory, or from the L2 cache if other thread blocks read the same;
+bytes through shared memory; issue slots; tensor cores. At best all of these overlap perfectly. The
+prediction is a range, from the cautious to the hopeful assumptions below.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ REGISTERS = 65536  # of a multiprocessor
 THREADS = 2048
 BLOCKS = 32
 WARP = 32
-REGISTER_UNIT = 8  # Registers of a thread are handed out in multiples of it.
+REGISTER_UNIT = 8  # Registers of a thread are allocated in multiples of it.
 RESERVED_SHARED = 1024  # bytes of each thread block's shared memory that CUDA takes
 
 READ_SHARE = 0.92  # of the nominal bandwidth that reads reach at best
@@ -30,7 +30,7 @@ LAUNCH_S = 1.5e-6  # from the end of a kernel to the start of the next
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Quantities that others' measurements leave open.
+    """Quantities that published measurements leave open.
 
     read_share: share of the nominal bandwidth that reads reach.
     clock_share: share of the data sheet's clock at which busy tensor cores keep within the power
@@ -61,7 +61,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Thread blocks that a multiprocessor holds at a time, and what keeps it from more."""
+    """Thread blocks that a multiprocessor holds at a time, and the resource that limits them."""
 
     blocks: int
     bound: str
@@ -69,13 +69,13 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class Prediction:
-    """clocks: of a multiprocessor, of one tile, by what it needs, at best.
-    bound: what takes longest.
+    """clocks: a multiprocessor's clocks for one tile at best, by need.
+    bound: the need that takes longest.
     in_flight: bytes that a multiprocessor's copies have under way.
     needed_in_flight: bytes under way at which memory is as fast as it can be, by Little's law.
     tile_s: seconds of one tile, from hopeful to cautious.
-    shares, of: what the loop over tiles reaches of the nominal 'bandwidth', or, where copies come
-        from the L2 cache, of the nominal rate of the 'tensor' cores, from cautious to hopeful.
+    shares: of the nominal rate `of` that the loop over tiles reaches, from cautious to hopeful.
+    of: 'bandwidth', or 'tensor' (cores) if copies come from the L2 cache.
     """
 
     clocks: dict[str, float]
@@ -88,7 +88,7 @@ class Prediction:
 
 
 def occupancy(registers: int, threads: int, shared_memory: int, target: Target) -> Occupancy:
-    """registers: of a thread.  threads: of a thread block.  shared_memory: of it, in bytes."""
+    """registers: of a thread. threads, shared_memory: of a thread block; memory in bytes."""
     registers_of_block = -(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads
     limits = {
         "registers": REGISTERS // registers_of_block,
@@ -101,7 +101,7 @@ def occupancy(registers: int, threads: int, shared_memory: int, target: Target) 
 
 
 def needed_in_flight(target: Target) -> int:
-    """Bytes of a multiprocessor, by Little's law: rate times latency."""
+    """Bytes that a multiprocessor must have under way, by Little's law: rate times latency."""
     rate = READ_SHARE * target.memory_bandwidth / target.gpu.num_multiprocessors
     return round(rate * LATENCY_S)
 
@@ -109,11 +109,12 @@ def needed_in_flight(target: Target) -> int:
 def predict(
     launch: Launch, loop: Loop, fetching: Loop | None, resident: int, target: Target, reused: bool
 ) -> Prediction:
-    """What a kernel's loop over tiles can reach.
+    """The speed that a kernel's loop over tiles can reach.
 
     loop, fetching: the machine code of one pass, of a warp that multiplies and of one that fetches.
     resident: thread blocks of a multiprocessor.
-    reused: whether thread blocks read the same, so that all but the first find it in the L2 cache.
+    reused: whether thread blocks read the same operands, so that all but the first read from the L2
+        cache.
     """
     multiprocessors, clock = target.gpu.num_multiprocessors, target.tensor_clock
     per_clock = target.memory_bandwidth / multiprocessors / clock
@@ -162,10 +163,13 @@ def seconds(
     prediction: Prediction, balance: Balance | None, resident: int, launches: int, bytes: int,
     target: Target,
 ) -> tuple[float, float]:  # fmt: skip
-    """Seconds of a whole call, from hopeful to cautious: until its last thread block has ended,
-    with partial results written and read again, but no less than reading all `bytes` from memory
-    once. Without a balance, `bytes` are read as fast as the loop over tiles reads.
-    resident: thread blocks of the schedule that a multiprocessor runs at a time."""
+    """Seconds of a whole call, from hopeful to cautious.
+
+    The call ends with its last thread block, and takes at least the time to read all `bytes` from
+    memory once. Partial results are written and read again. Without a balance, `bytes` are read as
+    fast as the loop over tiles reads.
+    resident: thread blocks of the schedule that a multiprocessor runs at a time.
+    """
     found = []
     for assumed, tile_s, share in zip(
         (HOPEFUL, CAUTIOUS), prediction.tile_s, reversed(prediction.shares), strict=True
@@ -181,5 +185,5 @@ def seconds(
 
 
 def percent(shares: tuple[float, float]) -> str:
-    """A range of shares, as tables show it."""
+    """A range of shares, as text for tables."""
     return "-".join(f"{100 * share:.0f}" for share in shares) + "%"

@@ -13,7 +13,7 @@ MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 
 @dataclass(frozen=True)
 class Call:
-    """What a whole call could take.
+    """The predicted time of a whole call.
 
     seconds: from hopeful to cautious assumptions.
     bound: 'bandwidth' or 'tensor', whichever limits the call.
@@ -30,11 +30,12 @@ class Report:
     """The result of compiling one op with one spec. Memory is in bytes.
 
     unsynchronized, hazards: the complaints of synchronization.py and of hazards.py.
-    launches: what the op runs on the device.
-    donated, aliased: the bytes that may be written in place, and those that are.
-    balance: of the op's schedule; None without one. call: what a kernel with a loop over tiles can
-        make of the call, where it is the only one.
-    problem: why there is nothing else to say of it.
+    launches: the names of the kernels that the op runs on the device.
+    donated: bytes that may be written in place.
+    aliased: bytes that are written in place.
+    balance: of the op's schedule; None without one.
+    call: the predicted call, if exactly one kernel has a loop over tiles.
+    problem: the error because of which there are no other results.
     """
 
     target: str
@@ -124,7 +125,7 @@ def loops_table(reports: list[Report]) -> str:
         over_tiles = [kernel for kernel in r.kernels if kernel.prediction]
         for kernel in over_tiles:
             rows.append([r.target, r.spec, kernel.launch.name, *peers.columns(kernel)])
-            # The balance is that of the last one's schedule.
+            # The balance is that of the last kernel's schedule.
             rows[-1] += _schedule_columns(r) if kernel is over_tiles[-1] else ["-"] * 7
     return aligned(rows) if rows[1:] else ""
 

@@ -1,8 +1,8 @@
-"""Reads a kernel's machine code (SASS), as nvdisasm prints it: what runs for one tile.
+"""Reads a kernel's machine code (SASS), as nvdisasm prints it: the instructions for one tile.
 
 A kernel's work is a loop over tiles: the innermost loop that holds tensor-core instructions. A
-kernel with a warpgroup that only fetches has a second one, which holds the copies. Loops are found
-as compilers do: a branch back to a block that every path to the branch has passed.
+kernel with a warpgroup that only fetches has a second one, which holds the copies. As in compilers,
+a loop is a branch back to a block that dominates the branch.
 """
 
 import re
@@ -17,8 +17,10 @@ _ENDS = ("EXIT", "RET", "BRX")
 
 @dataclass(frozen=True)
 class Instruction:
-    """opcode: with its modifiers. target: the label that it may branch to. conditional: whether it
-    may do nothing."""
+    """opcode: with its modifiers.
+    target: the label that it may branch to.
+    conditional: whether a predicate may disable it.
+    """
 
     opcode: str
     target: str | None = None
@@ -58,11 +60,12 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """One pass through a loop by a warp, on the shortest path that leaves out no product or copy:
-    what only some tiles need, such as masks, does not count.
+    """One pass through a loop by a warp, on the shortest path that leaves out no product or copy.
+    Instructions that only some tiles need, such as masks, do not count.
 
-    block_barriers, transaction_barriers: instructions at barriers that threads and copies arrive
-    at (BAR; SYNCS, an mbarrier).  flops: of a warpgroup.
+    block_barriers: instructions at barriers of threads (BAR).
+    transaction_barriers: instructions at barriers of copies (SYNCS, an mbarrier).
+    flops: of a warpgroup.
     """
 
     instructions: int
@@ -74,8 +77,7 @@ class Loop:
 
 
 def loops(text: str) -> tuple[Loop | None, Loop | None]:
-    """The loop that multiplies tiles, and another one that only copies them; None if there is
-    none."""
+    """The loop that multiplies tiles, and the loop that only copies tiles. Either may be None."""
     graph = _Graph(text)
     multiplying = list(graph.innermost(lambda i: i.is_product))
     products = [graph.pass_through(*loop, lambda i: i.is_product or i.is_copy)
@@ -86,7 +88,7 @@ def loops(text: str) -> tuple[Loop | None, Loop | None]:
         if not any(header == loop[0] for header, _ in multiplying)
     ]
     return (
-        # The code of masked tiles may be a loop of its own: the other one is shorter.
+        # Masked tiles may have a loop of their own. The loop without masks is shorter.
         min(products, key=lambda loop: (-loop.flops, loop.instructions), default=None),
         min(
             (loop for loop in copies if not loop.products),
@@ -111,7 +113,7 @@ def instructions(text: str) -> Iterator[Instruction | str]:
 
 
 class _Graph:
-    """Basic blocks 0, 1, … in the order of the text, and which one may follow which."""
+    """Basic blocks 0, 1, … in the order of the text, and each block's successors."""
 
     def __init__(self, text: str):
         self.blocks: list[list[Instruction]] = [[]]
@@ -139,7 +141,7 @@ class _Graph:
         self.loops = self._loops()
 
     def _dominators(self) -> list[set[int]]:
-        """Of each block, those that every path to it passes."""
+        """For each block, the blocks that every path to it passes."""
         everything = set(range(len(self.blocks)))
         found = [{0}] + [everything] * (len(self.blocks) - 1)
         changed = True
@@ -167,7 +169,7 @@ class _Graph:
         return found
 
     def innermost(self, what: Callable[[Instruction], bool]) -> Iterator[tuple[int, set[int]]]:
-        """Loops with an instruction of that kind that no loop inside them has."""
+        """Loops that hold an instruction of kind `what`, and whose inner loops hold none."""
         holding = {
             header: body
             for header, body in self.loops.items()
@@ -180,7 +182,7 @@ class _Graph:
     def pass_through(
         self, header: int, body: set[int], kept: Callable[[Instruction], bool]
     ) -> Loop:
-        inside = set()  # of loops within this one: a wait that was in vain
+        inside = set()  # Blocks of inner loops, which repeat a failed wait.
         for other, blocks in self.loops.items():
             if other in body and other != header:
                 inside |= blocks
@@ -214,7 +216,7 @@ class _Graph:
         )
 
     def _order(self, header: int, body: set[int]) -> list[int]:
-        """The blocks of a loop, each after all that lead to it, but for ways back."""
+        """The blocks of a loop in topological order, without back edges."""
         order: list[int] = []
         seen = {header}
         stack = [(header, iter(self.after[header]))]

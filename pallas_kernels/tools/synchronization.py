@@ -1,33 +1,33 @@
-"""A check of a kernel's jaxpr: does the kernel wait for what it reads?
+"""A check of a kernel's jaxpr: does the kernel wait for the data that it reads?
 
-The interpreter cannot tell. If a product reads shared memory before the kernel has waited for the
-copy that fills it, or before it has committed what threads wrote there, the interpreter still gives
+The interpreter does not show this. A product may read shared memory before the kernel has waited
+for the copy into it, or before threads' stores to it are committed: the interpreter still computes
 the right numbers and finds no race. So this check follows each thread of a kernel in program order
 and demands that
 
-- the thread waits for a copy, at its barrier, before it touches the shared memory that it fills,
-  and again after the thread has handed that memory back;
-- a thread that only fills memory waits, before it does so again, at a barrier of those who read;
+- a thread waits for a copy, at the copy's barrier, before it touches the shared memory that the
+  copy fills, and again after the thread has handed that memory back;
+- a thread that only fills memory waits at a barrier of the readers before it fills it again;
 - shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
-  and before the thread tells another thread that it is ready;
+  and before the thread arrives at a barrier;
 - products have ended before the memory that they read is written to or handed back, and copies
   to global memory before the memory that they read is written to;
 - the kernel waits for its copies to global memory before it ends;
-- somebody arrives at each barrier at which somebody waits.
+- each barrier at which a thread waits has an arrival.
 
-The check knows buffers and barriers, but not their slots, nor how often a barrier is waited at. If
-a reader hands memory back too early, it finds this only where that reader reads it once more. The
-interpreter finds the rest as races, or never ends.
+The check distinguishes buffers and barriers, but not their slots, and does not count waits at a
+barrier. If a reader hands memory back too early, the check finds this only if that reader reads the
+memory once more. The interpreter finds all other cases as races, or hangs.
 
 Loops of several threads belong together if they lie equally deep: a loop over items, and in it one
-over their tiles. If a loop fills a buffer, every loop as deep or less deep that reads it must wait
-in each iteration. Where the branches of a condition differ, a copy or a write in one branch counts,
-and a wait or a commit counts only if it is in all branches; but a thread that fills memory may skip
-its wait, as it does for the first tiles.
+over their tiles. If a loop fills a buffer, every loop as deep or less deep that reads the buffer
+must wait in each iteration. If the branches of a condition differ, a copy or a write in one branch
+counts, and a wait or a commit counts only if it is in all branches. An exception: a thread that
+fills memory may skip its wait, as for the first tiles.
 
-Copies before Hopper (cp.async) have no barriers: a thread waits until only its latest ones are
-under way. How many these may be depends on the tile, so the check takes each such wait as one for
-the buffer that is read next, and one for all copies as one for all buffers.
+Copies before Hopper (cp.async) have no barriers: a thread waits until only its latest copies are
+under way. Their number depends on the tile, so the check takes each such wait as a wait for the
+buffer that is read next, and a wait for all copies as a wait for all buffers.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,14 +43,14 @@ _CP_ASYNC = 0  # stands for a barrier, where copies have none
 
 @dataclass
 class _State:
-    """What is unfinished at some point of a thread's program.
+    """Unfinished operations at some point of a thread's program.
 
     unawaited: buffers that copies fill, with the barriers of these copies.
     uncommitted: buffers that were written from registers.
     storing: whether copies to global memory may be under way.
     stored: the buffers that such copies may still read.
     multiplying: the buffers that products under way read, the oldest product first.
-    vouched: buffers of cp.async, the next one of which that is read has been waited for.
+    vouched: buffers of cp.async that the latest wait may cover: the one of them that is read first.
     """
 
     unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class _Checker:
             self.complaints.append("the kernel may end before its copies to global memory")
 
     def _collect(self, jaxpr, roots, depth: int) -> None:
-        """What is filled, and how deep in loops; which barriers somebody arrives at."""
+        """Record which buffers copies fill, how deep in loops, and which barriers have arrivals."""
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "copy_gmem_to_smem":
                 buffer, barrier = _filled_by(eqn, roots)
@@ -129,10 +129,14 @@ class _Checker:
                 self._collect(sub, inner, depth + (eqn.primitive.name in LOOPS))
 
     def _check_fills(self, jaxpr, roots, latest: int | None, read: set[int], loop) -> int | None:
-        """Whether a loop that fills what it does not read waits before. Returns the barrier at
-        which the thread waited last in this iteration, from `latest` on.
+        """Check that a loop waits before it fills a buffer that it does not read, and record the
+        barrier of this wait in `_handed_back`.
 
-        read: the buffers that the iteration reads. loop: the loop, or None outside of all.
+        latest: the barrier of the last wait in this iteration, or None.
+        read: the buffers that the iteration reads.
+        loop: the loop, or None outside of all loops.
+
+        Returns `latest` after the equations of `jaxpr`.
         """
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
@@ -197,7 +201,7 @@ class _Checker:
                 (body,) = subs
                 inner = inner_roots(eqn, body, roots)
                 again = {b: f for b, f in self._filled.items() if self._fill_depth[b] > depth}
-                # Two passes, because an iteration begins with what the one before left unfinished.
+                # Two passes, because an iteration begins with the last one's unfinished operations.
                 for _ in range(2):
                     start = state.join(_State(again))
                     state = state.join(self._run(body, inner, start, depth + 1))
@@ -207,7 +211,7 @@ class _Checker:
                 for end in ends[1:]:
                     state = state.join(end)
             elif reduces_rows(eqn):
-                # It waits before and after, and no other instruction reads its scratch.
+                # A reduction waits before and after, and nothing else reads its scratch.
                 assert not buffers & set(self._filled), f"{eqn} reduces where a copy writes"
             else:
                 assert not buffers, f"{name} touches shared memory, unknown to this check"
