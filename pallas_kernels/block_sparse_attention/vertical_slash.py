@@ -104,11 +104,12 @@ def vertical_slash_blocks(
     segments, tiles: of the same chunks.
     sparse, count: as in `vertical_slash_lists`.
 
-    Raises ValueError for a count that is not from 2 to M, or an unknown implementation.
+    Raises ValueError for a count that is not from min(3, M) to M, or an unknown implementation.
     """
     K, M = tables_SxKxM.shape[1:]
-    if not 2 <= count <= M:
-        raise ValueError(f"count must be from 2 to {M}, not {count}")
+    least = min(3, M)  # the first page, the one before the queries', and their own
+    if not least <= count <= M:
+        raise ValueError(f"count must be from {least} to {M}, not {count}")
     scale = q_JxQxHxD.shape[-1] ** -0.5 if scale is None else scale
     run = backend.choose("vertical_slash_blocks", ESTIMATE, implementation)
     q, k_pages, sparse = jax.tree.map(jnp.asarray, (q_JxQxHxD, k_pages_NxPxD, sparse_S))

@@ -115,8 +115,8 @@ def paged_attention(
     sliding_window: how many of the last tokens are read; None means all.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
     first:    [S, K] int32, the index in its table of the first token that each head reads, for
-              windows over tables that leave pages out. None means 0, or the start of the sliding
-              window. Kernels do not support it.
+              windows over tables that leave pages out, in place of sliding_window. None means 0, or
+              the start of the sliding window. Kernels do not support it.
     return_lse: whether to return the log-sum-exp of the scores too.
     return_scores: whether to return the scores too.
     schedule: `plan_decode` of these lengths, made for all layers; None makes one for this call.
@@ -147,7 +147,7 @@ def paged_attention(
     else:
         implementations, refuse = DECODE, DECODE_REFUSALS.get(implementation or "mosaic_gpu")
         refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
-    refusal, skips = _skips(first_SxK, refusal)
+    refusal, skips = _skips(first_SxK, sliding_window, refusal)
     run = backend.choose("paged_attention", implementations, implementation, refusal)
     page_offset = _offset(page_offset, K)
     out, lse, *scores = run(
@@ -203,7 +203,7 @@ def paged_prefill_attention(
         tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
     )
     refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
-    refusal, skips = _skips(first_T, refusal)
+    refusal, skips = _skips(first_T, sliding_window, refusal)
     check_schedule(schedule, PrefillSchedule)
     lists = schedule is not None and schedule.key_tiles is not None
     if lists and (refusal or not backend.runs_kernels(implementation)):
@@ -217,10 +217,12 @@ def paged_prefill_attention(
     )  # fmt: skip
 
 
-def _skips(first, refusal: str | None) -> tuple[str | None, dict]:
+def _skips(first, sliding_window, refusal: str | None) -> tuple[str | None, dict]:
     """The kernel's refusal, which covers `first`, and `first` as a keyword if it is not None."""
     if first is None:
         return refusal, {}
+    if sliding_window is not None:
+        raise ValueError("first replaces sliding_window: pass one of them")
     return refusal or "it reads tables from their beginning", {"first": first}
 
 

@@ -53,12 +53,13 @@ class QuantizedPages:
 
     def write(self, x_TxKxD, slots_TxK) -> "QuantizedPages":
         """The pool with tokens written to `slots`, page * P + offset, as in `write_kv`."""
-        C, g, P = self.format.code_words, self.format.groups, self.page_size
+        C, g, P = self.format.code_words, self.format.scale_words, self.page_size
         codes, scales = quantize(x_TxKxD, self.format)
         slots = slots_TxK.reshape(-1)
         page, token = slots // P, slots % P
         words = put_words(self.words, page, token * C, codes.reshape(-1, C))
-        words = put_words(words, page, P * C + token * g, scales.reshape(-1, g))
+        if g:
+            words = put_words(words, page, P * C + token * g, scales.reshape(-1, g))
         return replace(self, words=words)
 
 

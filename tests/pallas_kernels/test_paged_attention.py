@@ -302,6 +302,10 @@ def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
         ),
         ({"sliding_window": 0}, r"sliding_window must be from 1 to 2\^31 - 1, not 0"),
         ({"sliding_window": 2**31}, r"sliding_window must be from 1 to 2\^31 - 1, not 2147483648"),
+        (
+            {"first_SxK": np.zeros((2, K), np.int32), "sliding_window": 4},
+            "first replaces sliding_window",
+        ),
         ({"lengths_SxK": np.ones((2, K))}, "lengths must be integers, not float64"),
         ({"schedule": 3}, "schedule must be a DecodeSchedule or None"),
         ({"schedule": decode_schedule(np.ones((3, K), np.int32), 64)}, "not one of 2 sequences"),

@@ -122,6 +122,11 @@ def test_tokens_are_written_where_the_format_says_and_padding_nowhere(implementa
         np.testing.assert_allclose(after.values(), found, rtol=1e-6, atol=1e-6)
 
 
+def test_unscaled_pages_hold_the_tokens_as_they_are():
+    pages, x = filled(np.random.default_rng(3), 3, 4, KVFormat(32, D, floats="float32"))
+    np.testing.assert_array_equal(pages.values(), x)
+
+
 def test_a_token_takes_the_bytes_of_its_codes_scales_and_zero_points():
     assert [KVFormat(bits, 128).token_bytes for bits in (8, 4, 2, 1)] == [132, 68, 36, 20]
     assert KVFormat(4, 128, groups=4).token_bytes == 80

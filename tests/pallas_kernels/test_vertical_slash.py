@@ -173,5 +173,5 @@ def test_with_all_pages_it_is_dense_attention():
 
 def test_a_number_of_pages_that_cannot_be_is_refused():
     q, _, pools, tables, starts, lengths = drawn()
-    with pytest.raises(ValueError, match=r"count must be from 2 to 24, not 1"):
-        run(q, pools, tables, SPARSE, 1, "xla", starts, lengths)
+    with pytest.raises(ValueError, match=r"count must be from 3 to 24, not 2"):
+        run(q, pools, tables, SPARSE, 2, "xla", starts, lengths)
