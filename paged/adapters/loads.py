@@ -1,4 +1,7 @@
-"""Loads of adapter weights: the interface, simulated loads, and loads of a recorded run."""
+"""Loads of adapter weights (Punica §5.2): the interface, simulated loads, loads of a recorded run.
+
+Loads to a device are in `device.py`; `store.py` decides which adapters to load and to evict.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol

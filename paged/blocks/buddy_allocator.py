@@ -1,4 +1,5 @@
-"""A buddy allocator: contiguous runs of 2^k blocks (vLLM §6.1, Baseline 2)."""
+"""A buddy allocator: contiguous runs of 2^k blocks (vLLM §6.1, Baseline 2). Orca's policies, which
+reserve such runs, are in `kv_cache/orca.py`."""
 
 
 class BuddyAllocator:

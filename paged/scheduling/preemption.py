@@ -1,4 +1,5 @@
-"""How a group leaves the device when memory runs out (vLLM §4.5)."""
+"""How a group leaves the device when memory runs out (vLLM §4.5). `Scheduler` preempts and resumes
+it; its blocks move in `blocks.block_table`."""
 
 from paged.config import EngineConfig
 

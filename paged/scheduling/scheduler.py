@@ -19,7 +19,7 @@ from paged.config import EngineConfig
 from paged.kv_cache.host import HostPolicy, PrefixCachingHost
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
 from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom, candidates
-from paged.scheduling.groups import Children, Released
+from paged.scheduling.children import Children, Released
 from paged.scheduling.preemption import swaps
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter, rows_of
 from paged.scheduling.slots import Slots

@@ -20,7 +20,7 @@ from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import PREFIXES, Layout
 from paged.kv_cache.diffkv.page_selector import Read
-from paged.kv_cache.diffkv.significance import add_scores
+from paged.kv_cache.diffkv.scores import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
 from paged.kv_cache.diffkv.stage import Places, Staged
 from paged.kv_cache.diffkv.state import (

@@ -1,5 +1,5 @@
-"""Who owns the unified pages: the circular free page list and the bidirectional page tables, on the
-device (DiffKV §5.2, §5.3).
+"""Who owns the unified pages, on the device: parallel KV compaction over the circular free page
+list and the bidirectional page tables (DiffKV §5.2, §5.3).
 
 A head is a KV head of one layer in one sequence slot; a slot has H = L * K heads. Heads hold
 different numbers of pages of each of I precisions. Every function serves all heads of a step at

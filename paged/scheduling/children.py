@@ -1,4 +1,5 @@
-"""Child sequences, which wait until their parent in the group has computed shared tokens."""
+"""Child sequences of a group (`requests.sequence.SequenceGroup`), which wait until their parent has
+computed the shared tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Scores in generation: attention probabilities, summed up in the pages (DiffKV §4, §5.2)."""
+"""Scores in generation: attention probabilities, summed up in the pages (DiffKV §4, §5.2).
+
+`compression.py` makes the significance of tokens from them.
+"""
 
 import jax
 import jax.numpy as jnp
