@@ -1,12 +1,12 @@
 """Accuracy of several systems on the same prompts, each paired with the first one.
 
-A system is an engine configuration. Its answers are scored as in `experiments.evaluate`:
-right answers, the log-probability of the reference answers, and the divergence of the
-next-token distributions along the reference answers from the first system's.
+A system is an engine configuration. Systems are scored as in `experiments.evaluate`: by right
+answers, by the log-probability of the reference answers, and by the divergence of the system's
+next-token distributions from the first system's, along the reference answers.
 
 A study takes long, so answers are kept in its folder (`lib/kept_answers.py`). A later run in that
-folder reuses an answer unless the inputs, JAX's version, or the sources that make prompts, answer
-and grade have changed.
+folder reuses an answer unless its inputs, JAX's version, or the sources that make prompts,
+generate answers and score them have changed.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from paged.config import EngineConfig
 from paged.tensor_parallel import Shards
 
 PAGE_SIZE = 64
-PARTS = 5  # parts of the prompts, by index, for `Row.deviation`
+PARTS = 5  # groups of prompts (by index modulo PARTS) for `Row.deviation`
 # Field of `Row` to draw: (field of the lower bound, field of the upper bound, axis label).
 MEASURES = {
     "difference": ("difference_low", "difference_high", "right answers, points to dense"),
@@ -70,16 +70,16 @@ class AccuracyFlags(ModelFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """A system on the prompts of one task and context, or on all prompts.
+    """Results of a system on the prompts of one task and context, or on all prompts.
 
-    Differences are to the system `reference`. Each has the bounds, _low and _high, of its paired
-    95 % bootstrap interval.
+    Differences and the divergence compare the system with the system `reference`. Fields that end
+    in _low and _high are the bounds of paired 95 % bootstrap intervals.
 
     score: right answers, in percent.
     deviation: standard deviation of `score` over PARTS parts of the prompts.
-    difference: of `score`, in points.
+    difference: difference of `score`, in percentage points.
     logprob: log-probability of the reference answers, per token.
-    divergence: from `reference`, in nats per token.
+    divergence: KL divergence of next-token distributions from `reference`'s, in nats per token.
     kv_memory_fraction, high, low, top, kv_read_fraction: means of the fields of `kv_held.Held`;
         None under a policy that keeps all tokens unchanged.
     """
@@ -109,7 +109,7 @@ class Row:
 
 
 def rows_of(system: str, found: Evaluation, reference: str, other: Evaluation) -> list[Row]:
-    """A row for each task and context, and one for all, paired with the answers of `reference`."""
+    """A row for each task and context, and a row for all prompts, paired with `reference`."""
     return [_row(system, reference, each, found) for each in accuracies(found, other)]
 
 

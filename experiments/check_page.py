@@ -82,7 +82,7 @@ def browser_path() -> str:
 
 
 def becomes_true(page: Page, expression: str) -> bool:
-    """Whether this JavaScript expression is true within `SHOWN_S`; one that throws is not true."""
+    """Whether a JavaScript expression becomes true within `SHOWN_S`; an exception means false."""
     test = f"() => {{ try {{ return {expression}; }} catch {{ return false; }} }}"
     try:
         page.wait_for_function(test, timeout=1e3 * SHOWN_S)

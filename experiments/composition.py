@@ -12,11 +12,11 @@ A cell serves requests on a small random model with few pages, so that the polic
 - wrong: a check of tokens, log-probabilities, prefix hits or page owners fails.
 
 A feature that changes numerics, as 16-bit keys, is compared with requests served alone with that
-feature. Near ties of logits, within rounding error, do not count as differences.
+feature. Near ties of logits, within rounding error, are not differences.
 
 XLA's compilations take nearly all of the time. So each step is padded to one of two shapes, and XLA
 does not optimise. The program has two devices, for tensor parallelism. It writes matrix.md beside
-its rows.
+rows.csv.
 """
 
 import functools
@@ -51,8 +51,8 @@ WINDOWED = TINY.replace(model_type="mistral", qk_norm=False, sliding_window=24)
 OPT = ModelConfig(
     "opt", 61, 32, 48, 2, 4, 4, 8, 256, 1e-5, tie_word_embeddings=True, activation="relu"
 )
-# A step holds six sequences, and memory three of the longest. Prompts of any length are prefilled
-# whole.
+# A step has at most six sequences. KV memory holds three sequences of the longest length. All
+# prompts are prefilled whole.
 BATCHES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "run_ahead": False}
 CHUNKS: dict[str, Any] = {"chunked_prefill": True, "max_num_batched_tokens": 24}
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=2)
@@ -112,7 +112,7 @@ class Bench:
         return CONFIG["kv_cache_tokens"]  # the preset refuses every size
 
     def variant(self, model: ModelConfig | None = None, **changes: Any) -> "Bench":
-        """The same preset with other numerics: its outputs are compared with its own alone."""
+        """The same preset with other numerics, whose requests served alone are the reference."""
         key = repr((model, changes))
         if key not in self._variants:
             self._variants[key] = Bench(self.preset, model or self.model, **changes)
@@ -130,13 +130,13 @@ class Bench:
         return [self._alone[*prompt, how] for prompt in asked]
 
     def company(self, how: SamplingParams, **changes: Any) -> Engine:
-        """Check that requests served together have the tokens they have alone; the engine."""
+        """Check that requests served together have the same tokens as alone; returns the engine."""
         engine = self.engine(**changes)
         compare(engine.generate(PROMPTS, how), self.alone(how))
         return engine
 
     def known(self, outputs: Sequence[RequestOutput]) -> None:
-        """Check that sampled tokens have the log-probabilities of the same tokens forced."""
+        """Check that sampled tokens have the same log-probabilities as when forced."""
         for output in outputs:
             for sequence in output.sequences:
                 forced = self.forced(output.prompt_tokens, sequence.tokens)
@@ -174,7 +174,7 @@ def close(ours: Sequence[TokenLogprob | None] | None, theirs: Any) -> None:
         raise Wrong(f"a log-probability differs by {far:.3g}")
 
 
-# The features: each raises ValueError if it is refused, Wrong if outputs differ.
+# The features. Each raises ValueError if it is refused, and Wrong if outputs differ.
 
 
 def company(bench: Bench) -> None:
@@ -182,7 +182,7 @@ def company(bench: Bench) -> None:
 
 
 def chunked_prompts(bench: Bench) -> None:
-    """Chunked prefill gives the tokens of whole prefill."""
+    """Chunked prefill gives the same tokens as whole prefill."""
     engine = bench.variant(**CHUNKS).engine()
     if not engine.config.chunked_prefill:
         raise ValueError(f"policy {bench.preset.policy!r} needs whole prompts")
@@ -242,8 +242,9 @@ def known_output(bench: Bench) -> None:
 
 
 def preempted(bench: Bench, mode: str) -> None:
-    """Serve twice the requests of `company`, until one is preempted. Memory shrinks from three
-    longest sequences to one, for policies that compress enough to hold all requests."""
+    """Serve twice as many requests as `company`, with less and less memory until a request is
+    preempted. Memory holds three, then two, then one of the longest sequences, because a policy may
+    compress enough to hold all requests."""
     asked = PROMPTS * 2
     for sequences in (3, 2, 1):
         engine = bench.engine(preemption_mode=mode, kv_cache_tokens=bench.room(sequences))
@@ -302,8 +303,8 @@ def with_shared_prefix() -> list[list[int]]:
 
 
 def check_hits(engine: Engine, outputs: Sequence[RequestOutput]) -> None:
-    """Raises Wrong if a prompt hit no cached prefix, and ValueError if the policy allows no prompt
-    of its length to share one."""
+    """Raises Wrong if a prompt hit no cached prefix. Raises ValueError if, under this policy,
+    prompts of the same length share no prefix."""
     can = engine.config.capabilities
     for output in outputs:
         if not can.shares(len(output.prompt_tokens)):
@@ -338,7 +339,7 @@ def pinned_prefix(bench: Bench) -> None:
 
 
 def with_adapters(bench: Bench, *names: str | None) -> None:
-    """Requests of several adapters in a batch; two adapter slots."""
+    """Serve requests of several adapters in a batch, with two adapter slots."""
     adapted, known = bench.variant(adapter_slots=2), sorted(filter(None, names))
     with tempfile.TemporaryDirectory() as folder:
         paths = {

@@ -2,10 +2,10 @@
 
     python -m experiments.diff_events results/a/events.jsonl results/b/events.jsonl
 
-Prints the event that differs, its step or request, the field and both values; for arrays of a step
-also the slot and request of the row. Fields that end in _s are times. Log-probabilities are ignored
-too. Exit status: 0 if schedule, page operations and tokens are equal, 1 for a difference, 2 for any
-error, such as an invalid or truncated log.
+Prints the event that differs, its step or request, the field and both values. For a difference in
+an array of a step, also prints the slot and request of the row. Fields that end in _s are times.
+Log-probabilities are ignored too. Exit status: 0 if schedule, page operations and tokens are equal,
+1 for a difference, 2 for any error, such as an invalid or truncated log.
 """
 
 import json
@@ -18,8 +18,9 @@ from experiments.lib.program import Program, refusals
 from experiments.lib.run_record import plain
 from experiments.lib.typed_flags import Flags, arguments, flag
 
-ABSENT = "nothing"  # stands for the value of a field that one event lacks
-ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}  # which index of a field is the row
+ABSENT = "nothing"  # shown as the value of a field that an event lacks
+# Array of a step -> axis of the rows.
+ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Difference:
 
     number: index of the event, from 0.
     events: both logs' events at `number`; None for a log that has ended.
-    field: path of the field that differs, as "counts[2]" or "config.page_size"; empty where a log
-        has ended.
+    field: path of the field that differs, as "counts[2]" or "config.page_size"; empty if a log has
+        ended.
     values: both values of the field.
-    slot, request_id: of the row that differs, if the log has them.
+    slot, request_id: slot and request of the row that differs; None if unknown.
     """
 
     number: int

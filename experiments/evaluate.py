@@ -4,12 +4,12 @@ python -m experiments.evaluate --model=bundled --tasks=needle,chain --contexts=2
 python -m experiments.evaluate --model=my_checkpoint --problems=longbench.jsonl --match=f1
 
 Reports the score of the answers, and the log-probability of the reference answers (see
-lib/reference.py). Problems come from the files that --problems names (see tasks/files.py), scored
-by --match. Without --problems they come from our own tasks, whose prompts depend on task, context
-and --seed alone, so that two runs (two models, two policies) answer the same prompts.
-`--compare_with=<prompts.csv of the other run>` adds paired differences, and the divergence of the
-distributions along the reference answers from the other run's, for each setting and for all
-together.
+lib/reference.py). With --problems, the prompts come from files (see tasks/files.py), and --match
+scores the answers. Without --problems, the prompts come from our own tasks, and depend on task,
+context and --seed alone, so that two runs (two models, two policies) answer the same prompts.
+`--compare_with=<prompts.csv of the other run>` adds, for each setting and for all settings
+together, the paired differences, and the divergence of the next-token distributions from the other
+run's along the reference answers.
 
 Writes to --output_dir: accuracy.csv, prompts.csv (each answer), distributions.npz, accuracy.png,
 report.json and summary.json. Ctrl-C ends the run after the current setting: finished settings are
@@ -57,7 +57,7 @@ class EvaluateFlags(ModelFlags):
 def settings(
     names: Sequence[str], contexts: Sequence[int], config: EngineConfig
 ) -> list[tuple[str, int]]:
-    """All (task, context) to evaluate, each once; ValueError for an invalid task or context."""
+    """The (task, context) pairs to evaluate, each once. Raises ValueError for invalid ones."""
     for name in names:
         if name not in EXACT_TASKS:
             raise ValueError(f"unknown task {name!r}; allowed: {', '.join(EXACT_TASKS)}")
@@ -93,7 +93,7 @@ def evaluate(
     """Greedy answers of `engine` to all problems, until all are answered or `stopped` returns True.
 
     match: a name in `files.MATCHES`.
-    found: evaluation that answers are added to, a setting at a time.
+    found: the evaluation to which answers are added, a setting at a time.
     measure_memory: whether to record the KV memory of sequences; clears the engine's events.
     """
     found, score = Evaluation() if found is None else found, files.MATCHES[match]
@@ -186,7 +186,7 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
 
 
 def summary(rows: Sequence[Accuracy]) -> dict[str, float]:
-    """Flat numbers: NAME_TASK_CONTEXT of each setting, and NAME_all of all settings together."""
+    """Flat numbers: NAME_TASK_CONTEXT for each setting, and NAME_all for all settings together."""
     numbers: dict[str, float] = {}
     for row in rows:
         at = ALL if row.task == ALL else f"{row.task}_{row.context}"
@@ -200,7 +200,7 @@ def summary(rows: Sequence[Accuracy]) -> dict[str, float]:
 def write(
     folder: Path, rows: Sequence[Accuracy], found: Evaluation, facts: Mapping
 ) -> list[OSError]:
-    """Write all files of an evaluation; the errors of files that could not be written."""
+    """Write all files of an evaluation; returns the errors of files that were not written."""
     environment = run_record.describe_environment()
     facts = {**facts, "accuracy": rows, **environment}
     return run_record.write_all([

@@ -4,14 +4,14 @@
     python -m experiments.fit_cost_model --data=FOLDER --gpu=h100 --fixed
 
 --data: a folder of MODEL-GPU-layer-times.csv, see experiments/lib/layer_times.py. --fixed keeps the
-constants of paged/simulator/cost_model.py, and only computes their error on these times: a test on
-a GPU that they were not fitted to. Without --fixed the constants are fitted anew, and printed in
-the form of that file.
+constants of paged/simulator/cost_model.py, and only computes their error on these times. This tests
+the constants on a GPU to which they were not fitted. Without --fixed the constants are fitted anew,
+and printed as lines NAME=VALUE.
 
-Every measured batch counts in the error; the fit uses one batch of each quarter octave of tokens.
-An error is |predicted / measured - 1|. A layer's time is the sum of its measured ops. For
-comparison, a roofline: the longer of reading a layer's weights at 61 % of the bandwidth and
-computing its FLOPs at 70 % of the peak, without launch times and waves.
+The error is the mean over every measured batch. The fit uses one batch per quarter octave of
+tokens. An error is |predicted / measured - 1|. A layer's time is the sum of its measured ops. The
+report also has the error of a roofline without launch times and waves. Its time is the longer of
+reading a layer's weights at 61 % of the bandwidth, and computing its FLOPs at 70 % of the peak.
 
 Writes to --output_dir: errors.csv (by model, GPUs, op and batch), cost_model.png, report.json,
 summary.json (layer_error, product_error: means over all batches; roofline_layer_error).
@@ -35,9 +35,9 @@ from paged.simulator.cost_model import FITTED, Fitted, Op, Product
 from paged.simulator.machines import MACHINES, Machine, machine
 
 LAYER = "layer"
-RESTARTS, STEPS = 5, 3000  # of the simplex search; waves have no derivatives for another method
+RESTARTS, STEPS = 5, 3000  # of the simplex search: waves rule out methods with derivatives
 ROOFLINE = (0.61, 0.70)
-BATCHES = (1, 16, 128, 1024, 2**31)  # bounds of the groups that errors are reported for
+BATCHES = (1, 16, 128, 1024, 2**31)  # bounds of the groups of batches in the report, in tokens
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class Error:
     """The error of an op, or of the layer, over a group of batches.
 
     batch: least tokens of a batch in the group.
-    count: batches in the group.
-    error, roofline_error: mean |predicted / measured - 1|; roofline_error of the layer alone.
+    count: number of batches in the group.
+    error: mean |predicted / measured - 1|.
+    roofline_error: mean |roofline / measured - 1| of the layer; None for an op.
     ratio: median of predicted over measured.
     """
 

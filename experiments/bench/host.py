@@ -8,12 +8,12 @@ generates in every step. Pools range from the smallest that holds the load to 10
 
     plain           no prefix cache
     prefix_caching  prefix cache on
-    full_cache      prefix cache on, in a pool full of old prefixes: each new block evicts one
+    full_cache      prefix cache on; old prefixes fill the pool, so each new block evicts a block
     churn           no prefix cache; a new request follows each request that ends
 
 Claim, on the hardware that the report names: at most 200 µs a step at 256 running sequences, for
-every size of the pool. The floor is the time to copy the bytes that a step sends to the device: a
-step must at least write them.
+every size of the pool. The floor is the time to copy the bytes that a step sends to the device,
+because a step must at least write these bytes.
 """
 
 import gc
@@ -67,8 +67,8 @@ class HostFlags(Flags):
 class Row:
     """One case: a mode and a pool size.
 
-    median_us, p99_us: microseconds a step.
-    calls: calls of Python and C functions a step.
+    median_us, p99_us: median and 99th percentile of the time of a step, in microseconds.
+    calls: calls of Python and C functions per step.
     peak_kib: KiB allocated within a step, at its peak.
     floor_us: microseconds to copy the `input_bytes` that a step sends, median over all cases.
     """
@@ -103,7 +103,7 @@ def check(flags: HostFlags) -> None:
 
 def measure(flags: HostFlags, _) -> Iterator[Row]:
     """All modes over all pools. Each round runs every case, so that a slow spell of the machine
-    affects all cases alike."""
+    affects all cases equally."""
     load = flags.load
     cases = [make_case(mode, pool, load) for mode in MODES for pool in flags.all_pools]
     floors: list[float] = []

@@ -43,7 +43,7 @@ class FreeExecutor:
     def __init__(self, rows: int):
         self.clock = VirtualClock()
         self._tokens = np.full((1, rows), 7, np.int32)
-        self.inputs: StepInputs | None = None  # of the last step
+        self.inputs: StepInputs | None = None  # inputs of the last step
 
     def warm_up(self, progress: bool = True) -> None:
         pass
@@ -168,7 +168,7 @@ def stop(case: Case) -> None:
 def times_of(
     case: Case, load: Load, rng: np.random.Generator, around: Callable[[Callable], float]
 ) -> list[float]:
-    """`around` of each of `load.steps` calls of `Engine.step`."""
+    """The results of `around(step)` for `load.steps` calls of `Engine.step`."""
     start(case, load, rng)
     first, found = len(case.engine.metrics.steps), []
     for _ in range(load.steps):
@@ -215,7 +215,7 @@ def peak_kib_of(step: Callable) -> float:
 
 
 def copy_us(inputs: StepInputs) -> tuple[float, int]:
-    """Microseconds to copy a step's packed inputs, the best of 20, and their bytes."""
+    """(least microseconds of 20 copies of a step's packed inputs, bytes of these inputs)."""
     packed = inputs.packed
     assert packed is not None
     return min(microseconds(packed.copy) for _ in range(20)), packed.nbytes

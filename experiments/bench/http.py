@@ -1,4 +1,4 @@
-"""What HTTP costs: a trace served by the engine alone, and by the server to clients.
+"""The cost of HTTP: a trace served by the engine alone, and by the server to clients.
 
 python -m experiments.bench.http   # extra `serve`
 
@@ -11,9 +11,9 @@ round serves the trace in three ways:
     streamed    the same server and client, with an event for each token
 
 The client is a plain socket; it parses the received bytes after the run. Then --disconnects clients
-cut their connections at random times, while other requests run whose tokens are compared too.
-Tokens that differ from the engine's own count as lost, except near ties
-(`experiments.lib.near_ties`) and the tokens after them. The server's log is server.log.
+cut their connections at random times while other requests run. Tokens of all completed requests are
+compared with the engine's own. Tokens that differ are lost, except near ties
+(`experiments.lib.near_ties`) and the tokens after near ties. The server's log is server.log.
 """
 
 import asyncio
@@ -85,12 +85,12 @@ class Row:
     cpu_ms_per_token: CPU time of all processes.
     lost: tokens that differ from the engine's own.
 
-    For disconnects, `requests` is the number of clients that leave early, `lost` counts tokens of
-    the other requests served meanwhile, and
+    In the row of the disconnects, `requests` is the number of clients that leave early, and `lost`
+    is the number of lost tokens of the other requests. Only this row has:
 
-    cut: clients without a whole answer.
+    cut: number of clients without a whole answer.
     leaked_bytes: KV memory in use at the end, less KV memory in use before.
-    pending: requests that the server still has at the end.
+    pending: number of running and waiting requests of the server at the end.
     """
 
     request_rate: float
@@ -160,8 +160,12 @@ class Bench:
         )  # fmt: skip
 
     def lost(self, expected: Sequence[RequestOutput], answers: Sequence[Answer]) -> tuple[int, int]:
-        """(lost tokens, near ties). After a difference all tokens are lost, unless it is a near tie
-        and lengths are equal. A wrong text or a wrong number of tokens counts as one."""
+        """(lost tokens, near ties).
+
+        From the first difference on, all tokens of an output are lost, unless the difference is a
+        near tie and the lengths are equal. A wrong text, or a wrong number of tokens in the usage
+        field, is one lost token.
+        """
         theirs = [
             replace(ours, sequences=[SequenceOutput(answer.tokens, answer.text, "length")])
             for ours, answer in zip(expected, answers, strict=True)
@@ -275,7 +279,7 @@ def measure(flags: HttpFlags, run: Run) -> Iterator[Row]:
 
 
 def at(rows: Sequence[Row], choose: Any, how: str) -> list[Row]:
-    """The rows of a way `how` at the lowest (`choose` is min) or the highest (max) rate."""
+    """The rows of serving mode `how`, at the lowest (`choose`: min) or the highest (max) rate."""
     rate = choose(row.request_rate for row in rows if row.how != LEFT)
     return [row for row in rows if (row.request_rate, row.how) == (rate, how)]
 

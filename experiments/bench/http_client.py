@@ -1,4 +1,4 @@
-"""An HTTP client of little CPU time: while requests run, it only stores received bytes and times.
+"""An HTTP client with little CPU time: while requests run, it only stores received bytes and times.
 
 Client and server share a machine, so CPU time of the client is lost to the server. Responses and
 their JSON are therefore parsed after the run.
@@ -19,7 +19,7 @@ EVENT = b"data: "
 
 @dataclass
 class Exchange(asyncio.Protocol):
-    """One request on its own connection. Times are of `time.perf_counter`.
+    """One request on its own connection. Times are readings of `time.perf_counter`.
 
     pieces: (time of receipt, bytes) of each piece of the response.
     """
@@ -49,9 +49,9 @@ class Exchange(asyncio.Protocol):
 class Answer:
     """The response to a request.
 
-    whole_s: seconds from the opening of the connection to its end.
+    whole_s: seconds from the opening to the end of the connection.
     first_token_s: seconds to the first event; None if not streamed.
-    finish_reason: of the last choice.
+    finish_reason: finish reason in the last choice.
     error: the server's message, if the request failed.
     """
 
@@ -75,7 +75,10 @@ def post(path: str, body: dict[str, Any]) -> bytes:
 
 
 async def exchange(port: int, request: bytes, leave_after_s: float | None = None) -> Exchange:
-    """Send a request and wait for its end. leave_after_s: seconds until the client disconnects."""
+    """Send a request and wait until its connection ends.
+
+    leave_after_s: seconds until the client disconnects.
+    """
     loop = asyncio.get_running_loop()
     mine = Exchange(request, loop.create_future(), time.perf_counter())
     transport, _ = await loop.create_connection(lambda: mine, HOST, port)

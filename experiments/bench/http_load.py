@@ -141,8 +141,8 @@ async def leave_early(
     longest: int, seed: int,
 ) -> int:  # fmt: skip
     """Run `count` clients, `rate` a second, that disconnect within `most_s` seconds: one in SENDING
-    while it sends, the others while they wait or read. The number of clients without a whole
-    answer."""
+    while it sends, the others while they wait or read. Returns the number of clients without a
+    whole answer."""
     rng = np.random.default_rng([seed, 4])
     asked = []
     for i in range(count):

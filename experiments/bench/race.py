@@ -1,4 +1,4 @@
-"""Races of systems that generate the same tokens in turns: this engine, transformers and PEFT."""
+"""Races of systems that take turns generating the same tokens: this engine, transformers, PEFT."""
 
 import itertools
 import logging
@@ -33,9 +33,9 @@ RANDOM_100M = ModelConfig(
 Tokens = list[list[int]]
 System = Callable[[Tokens, int], Tokens]  # (prompts, output tokens of each) -> outputs
 
-# Options of transformers' continuous batching. Among pages of 16 to 256 tokens and steps of 32 to
-# 2,048 tokens, these are among the fastest, in prefill and decode alike. Blocks are not shared:
-# otherwise later runs would find their prompts cached.
+# Options of transformers' continuous batching. They are among the fastest for prefill and for
+# decode, over pages of 16 to 256 tokens and steps of 32 to 2,048 tokens. Blocks are not shared,
+# because otherwise the prompts of later runs would hit the prefix cache.
 CONTINUOUS: dict[str, Any] = {
     "page_size": 64,
     "max_batch_tokens": 512,
@@ -156,7 +156,7 @@ class RaceFlags(Flags):
 
 
 def model_config(name: str) -> ModelConfig:
-    """The shape of one of `MODELS`."""
+    """The configuration of a model of `MODELS`."""
     return RANDOM_100M if name == "100m" else checkpoint.load_config(name)
 
 
@@ -184,10 +184,12 @@ def equal_share(outputs: Tokens, reference: Tokens) -> float:
 
 
 def decode_times(steps: Sequence[StepRecord], batch: int) -> tuple[list[float], list[float]]:
-    """Step and host seconds per token of a sequence, of steps that only decode `batch` sequences.
+    """(step seconds, host seconds) of the steps that only decode `batch` sequences, each time per
+    token of a sequence.
 
-    A step counts only if the step before also decodes `batch` sequences: the time between their
-    ends is then the time of one step. The time of a multi-token step is divided by its tokens.
+    A step is included only if the previous step also only decodes `batch` sequences, because the
+    time between the ends of the two steps is then the time of one step. The time of a multi-token
+    step is divided by its number of tokens per sequence.
     """
     times, host = [], []
     for before, step in itertools.pairwise(steps):
@@ -204,9 +206,10 @@ class Contestant:
     """A system in a race.
 
     sequences: sequences in each of its decode steps.
-    engine: None for peers.
+    engine: this engine; None for peers.
     floor_s: floor of a decode step in the middle of the generation, in seconds.
-    same_as: the system whose tokens are its reference; empty for its own first outputs.
+    same_as: name of the system whose tokens are the reference; empty if the reference is the
+        contestant's own first output.
     """
 
     generate: System
@@ -224,7 +227,7 @@ class Row:
     equal: share of the tokens that equal the reference's.
     sequences: sequences in a decode step.
     step_s: median time between the ends of decode steps, per token of a sequence; None for peers.
-    host_s: median host time of these steps, per token of a sequence; None for peers.
+    host_s: median host time of decode steps, per token of a sequence; None for peers.
     floor_s: floor of a decode step.
     """
 

@@ -1,4 +1,4 @@
-"""The duration of a run in simulated time, with this machine's own rates, beside the real run's.
+"""Durations of runs in simulated time, with rates fitted on this machine, beside the real ones.
 
     python -m experiments.bench.simulated_clock
 
@@ -8,12 +8,12 @@ The engine serves each trace on this device, and again in simulated time:
     sharegpt  ShareGPT's lengths, all at once, as in configs/sharegpt.flags
     diffkv    the demo's prompts under the policy DiffKV
 
-Two questions. Is the schedule the same? The run's log is replayed on a simulated device, and every
-event must be equal. Is the clock right? The requests are served again, each with its output length
-of the real run, by an engine whose step times follow from the step's size (`Rates`). The rates are
-fitted to steps of other requests, which the same engine serves before and after the trace, so that
-a slow spell of the machine affects both. Rates are means, so that sums are right on a busy machine
-too.
+First, the schedules must be the same: the run's log is replayed on a simulated device, and every
+event must be equal. Second, the durations must be close: the requests are served again by an engine
+that computes the time of a step from the step's size (`Rates`), each request with its output length
+in the real run. The rates are fitted to steps of other requests, which the same engine serves
+before and after the trace, so that a slow spell of the machine affects both. Rates are means, so
+that sums of step times are right on a busy machine too.
 """
 
 import tempfile
@@ -60,7 +60,7 @@ TRACES: dict[str, tuple[WorkloadConfig, dict[str, Any]]] = {
     "sharegpt": (WorkloadConfig("sharegpt", length_divisor=4), SHAREGPT),
     "diffkv": (PROMPTS, DIFFKV),
 }
-# Longest prompt and output, in tokens, of the requests that the rates are fitted to.
+# Longest prompt and longest output, in tokens, of the requests whose steps the rates are fitted to.
 MEASURED = {"demo": (900, 60), "sharegpt": (175, 90), "diffkv": (900, 60)}
 TOLERANCE = 0.15
 
@@ -77,12 +77,12 @@ class ClockFlags(Flags):
 class Rates:
     """Seconds of a step by its size: the clock of a `SimulatedExecutor`.
 
-    step_s: per step.
-    prefill_step_s: more, per step with prefill tokens.
-    prefill_token_s: per prefill token, padding included.
-    decode_row_s: per decode row, padding included.
-    cached_token_s: per token of context of a decode row.
-    pair_s: per (query, key) pair of a prefill.
+    step_s: seconds per step.
+    prefill_step_s: additional seconds per step with prefill tokens.
+    prefill_token_s: seconds per prefill token, padding included.
+    decode_row_s: seconds per decode row, padding included.
+    cached_token_s: seconds per token of context of a decode row.
+    pair_s: seconds per (query, key) pair of a prefill.
     """
 
     step_s: float
@@ -103,7 +103,7 @@ class Rates:
 
 
 def size_of(inputs: StepInputs) -> np.ndarray:
-    """[6] the factor of each field of `Rates`, in their order."""
+    """[6] The step's multiple of each field of `Rates`, in the order of the fields."""
     prompts, prefill = inputs.num_prefill_rows, inputs.num_prefill_tokens
     lengths = np.asarray(inputs.lengths, np.float64)
     new = np.diff(np.asarray(inputs.query_starts, np.float64))
@@ -114,12 +114,12 @@ def size_of(inputs: StepInputs) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Row:
-    """A trace, run and simulated.
+    """A trace served on the device and in simulated time.
 
     same_schedule: whether the run's log and its replay are equal.
     error: relative error of the simulated duration.
     step_error: mean relative error of the steps that the rates are fitted to.
-    steps, steps_simulated: steps of the trace, run and simulated.
+    steps, steps_simulated: number of steps on the device, and in simulated time.
     step_s to pair_s: the fitted `Rates`.
     """
 
@@ -159,9 +159,9 @@ def measured_requests(
 class Served:
     """Requests that an engine has served.
 
-    seconds: from the start to the last end.
+    seconds: seconds from the start to the end of the last request.
     first_step: index of the first step.
-    outputs: output tokens of each request.
+    outputs: number of output tokens of each request.
     """
 
     seconds: float

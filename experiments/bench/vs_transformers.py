@@ -109,7 +109,8 @@ def values(_: TransformersFlags, rows: Sequence[Row]) -> Values:
 
     tokens_per_s_SYSTEM_MODEL_BATCH: median over the repeats.
     speedup_SYSTEM_MODEL: our tokens/s over the system's, at the largest batch.
-    step_over_floor_MODEL, host_share_MODEL: of our decode steps, at the largest batch.
+    step_over_floor_MODEL: time of our decode steps over their floor, at the largest batch.
+    host_share_MODEL: share of host time in our decode steps, at the largest batch.
     equal_SYSTEM_MODEL: share of tokens that equal ours, over all batches.
     """
     numbers: dict[str, float | None] = {}

@@ -5,16 +5,16 @@
 It needs the repository and JAX with CUDA, but no absl: its flags are argparse's. Other kernel
 libraries that can be imported are timed as peers. In order:
 
-1. every op and named argument spec against `reference` in float32, and two runs bit for bit;
-   also long contexts, large logits, and chunks after long histories (correctness.py);
+1. every op and named argument spec: errors against `reference` in float32, and bit equality of
+   two runs; also long contexts, large logits, and chunks after long histories (correctness.py);
 2. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
 3. the median time of every kernel and spec on the device, beside its floor at these rates;
 4. the engine's decode step at Llama-3-8B's shapes, beside the floor of its weights and KV cache, if
    the engine's packages are installed; peers' times for the same shapes;
 5. XLA's implementations of the ops, checked and timed the same way.
 
-Parts that --minutes leave no time for are listed as left out. Times are kernel times: gaps between
-kernels do not count. Calls rotate through several sets of inputs, so that few inputs are in the L2
+Parts for which --minutes leave no time are listed as left out. Times are kernel times, without the
+gaps between kernels. Calls rotate through several sets of inputs, so that few inputs are in the L2
 cache. gpu_check.json holds all results with hardware, versions and commit; it is rewritten after
 each result. Exits with an error if a result is wrong.
 """
@@ -40,7 +40,7 @@ from pallas_kernels.ops import OPS
 from pallas_kernels.specs import Rates, Spec
 
 REPEATS = 10
-L2_BYTES = 64 * 2**20  # at least the L2 cache of any GPU that the kernels run on
+L2_BYTES = 64 * 2**20  # at least the L2 size of every supported GPU
 MAX_SETS = 32
 # The specs whose times matter most are timed first.
 FIRST = (
@@ -57,7 +57,10 @@ FIRST = (
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a call, and its floor at the measured rates: of `bytes` moved and `flops`."""
+    """The time of a call.
+
+    floor_seconds: least time to move `bytes` and compute `flops` at the measured rates.
+    """
 
     op: str
     spec: str
@@ -73,8 +76,8 @@ class Timing:
 
 
 def device_seconds(function: Callable, *arguments) -> float:
-    """Median seconds of GPU kernels in `function(*arguments)`; without a GPU, wall time of one
-    call, which says nothing about GPUs."""
+    """Median seconds of GPU kernels in `function(*arguments)`. Without a GPU, the wall time of one
+    call; this time says nothing about GPUs."""
     call = jitted(function)
     if backend.current_gpu() is not None:
         jax.block_until_ready(call(*arguments))
@@ -128,8 +131,8 @@ def time_spec(
 
 def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> float:
     """Seconds of one call that writes its pools in place. The program makes several calls one after
-    the other on the same pools. A program of half as many calls is timed too: the difference
-    excludes the copy of the pools, which are not donated to the program."""
+    the other on the same pools. A program with half as many calls is timed too. Pools are not
+    donated, so both programs copy the pools, and the difference of the times excludes the copy."""
     assert len(sets) > 1, "a call in place is timed as the difference of several"
 
     def run_all(pools, sets):

@@ -10,7 +10,8 @@ once, and reads the input and writes the output of each matrix product once. End
 - the program does not fit the GPU;
 - the KV pools are not updated in place, or temporaries exceed 5 % of them;
 - collectives are not exactly two all-reduces a layer with tensor parallelism, and none without;
-- the Mosaic kernels are not the expected ones, spill registers, or are planned again in a layer;
+- the Mosaic kernels are not the expected ones, or spill registers;
+- a layer assigns tiles to thread blocks again, instead of once per step;
 - two kernels read the same large weight;
 - a kernel that only copies moves more than 2 % of the floor.
 
@@ -61,7 +62,7 @@ from pallas_kernels.tools.targets import TARGETS
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": 1}
-MEMORY_SHARE = 0.7  # of a GPU's memory, for weights and KV pools; JAX takes 0.75 by default
+MEMORY_SHARE = 0.7  # share of a GPU's memory for weights and KV pools; JAX's default is 0.75
 HELP = help_of(EngineConfig)
 
 
@@ -94,8 +95,8 @@ def compile_step(
     page_size: int = GPU_PAGE_SIZE, dtype="bfloat16", whole_products: bool = False,
     policy: str = "vllm", streaming_share: float = 0.5, kv_bits: int = 16,
 ) -> tuple[Report, str]:  # fmt: skip
-    """Compile the engine's step at the model's shapes, with KV pools that fill the GPU: the report,
-    and the program's HLO text.
+    """Compile the engine's step at the model's shapes, with KV pools that fill the GPU. Returns the
+    report, and the program's HLO text.
 
     streaming_share: share of KV heads that stream, for policies with streaming heads.
     kv_bits: bits of keys and values, for policies that quantise them.

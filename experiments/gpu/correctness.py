@@ -17,7 +17,7 @@ class Check:
     """The errors of one op, spec and implementation.
 
     largest_error: largest absolute error over all results.
-    of_bound: largest error as a fraction of the error bound; passes up to 1.
+    of_bound: largest error as a fraction of the error bound; at most 1 passes.
     repeats_to_the_bit: whether two calls give bit-identical results.
     """
 
@@ -36,8 +36,8 @@ class Check:
 
 
 def jitted(function: Callable) -> Callable:
-    """`function`, jitted if there is a GPU. Without one, kernels are interpreted: inside one
-    program on few cores their threads would deadlock."""
+    """`function`, jitted if there is a GPU. Without a GPU, kernels are interpreted, and their
+    threads would deadlock inside one jitted program on few cores."""
     return jax.jit(function) if backend.current_gpu() else function
 
 

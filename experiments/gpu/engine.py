@@ -1,6 +1,7 @@
 """The engine's decode step at a real model's shapes, with random weights.
 
-A module of its own, because experiments.gpu.check needs only JAX, and this the engine's packages.
+This is a separate module, because it needs the engine's packages. Without these packages,
+experiments.gpu.check runs with JAX alone.
 """
 
 import time
@@ -23,7 +24,7 @@ from paged.tensor_parallel import Shards
 from pallas_kernels.specs import Cost
 
 LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3-8b"
-STEPS = 20  # dispatched back to back; only the last is waited for
+STEPS = 20  # dispatched back to back; the host waits only for the last step
 
 
 def time_decode_step(small: bool) -> tuple[str, float, Cost]:

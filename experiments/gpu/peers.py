@@ -19,8 +19,11 @@ class PeerTiming:
 
 @dataclass(frozen=True)
 class Peer:
-    """A kernel of another library. call: gets `device_seconds`, which times a function of JAX
-    arrays, and returns the seconds of one kernel call."""
+    """A kernel of another library.
+
+    call: (device_seconds) -> seconds of one kernel call. device_seconds: times a function of JAX
+        arrays.
+    """
 
     op: str
     spec: str

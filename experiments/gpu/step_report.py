@@ -21,8 +21,8 @@ from pallas_kernels.specs import Op
 from pallas_kernels.tools import hlo
 from pallas_kernels.tools.targets import Target
 
-MOST_TEMPORARY = 0.05  # of the pools
-MOST_MOVED = 0.02  # of a layer's floor, by a kernel that computes nothing
+MOST_TEMPORARY = 0.05  # largest temporaries, as a share of the KV pools
+MOST_MOVED = 0.02  # largest traffic of a kernel that only copies, as a share of a layer's floor
 LAYER = r"params\['layers'\]\[(\d+)\]"  # the beginning of the name of a layer's argument
 MOSAIC = "mosaic_gpu_v2"  # the custom call of a Pallas kernel
 
@@ -33,7 +33,7 @@ class Step:
 
     context: tokens of each decoding sequence.
     prefill_tokens: tokens of the prompt, prefilled in one piece; 0 for none.
-    adapters: adapter slots; as many sequences use one adapter each.
+    adapters: number of adapter slots, and of sequences with an adapter each.
     rank: rank of the adapters.
     tokens_read: tokens that a decode token reads, mean over the KV heads; None for the context.
     statistics_read: bytes of key statistics that a layer's page selector reads.
@@ -85,7 +85,8 @@ class Compiled:
     step: (step, config, shards, dtype) -> the step, with the policy's reads and ops filled in.
     options: (model, share of streaming heads, bits of keys and values) -> policy options; None for
         the defaults.
-    pools, statistics: cache -> its arrays of pages, and of key statistics or None.
+    pools: cache -> its page arrays.
+    statistics: cache -> its array of key statistics, or None.
     """
 
     step: Callable[..., Step]
@@ -155,7 +156,7 @@ def report_of(
             read += tokens * kv_bytes * min(traffic.pools, step.pools) // step.pools
         statistics = memory.get("statistics", 0)
         if statistics and any(program.entry[name].bytes == statistics for name in op.operands):
-            # A custom call reads the statistics by index: only the context's part.
+            # A custom call reads only the context's part of the statistics, by index.
             read += step.statistics_read - statistics if op.opcode == "custom-call" else 0
         for name in program.arguments(op):
             if name in stacks:  # the operand holds all layers and slots; few pages of it are read

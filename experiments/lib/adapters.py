@@ -38,7 +38,7 @@ def asked_for(
 ) -> list[Adapter]:
     """The adapters of --adapters, each loaded and checked.
 
-    output_dir: where random adapters are written; None to return them without weights.
+    output_dir: folder for random adapters; None to return random adapters without weights.
     Raises ValueError for an adapter that `KnownAdapters.read` refuses, and for 0 random adapters.
     """
     known = KnownAdapters(model, config, dtype)
@@ -63,7 +63,7 @@ def measure(events: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """Measures of requests with an adapter; None if there are none.
 
     requests: requests with an adapter.
-    used: different adapters in them.
+    used: number of different adapters in these requests.
     loads: adapter loads.
     hit_rate: 1 - loads / started requests with an adapter.
     load_s: mean seconds of a load.
@@ -101,7 +101,7 @@ def _busy_within(
     """Seconds within these (start, end) spans in which a step ran on the device."""
     steps = [(e["time_s"] - e["device_s"], e["time_s"]) for e in events if e["event"] == "step"]
     times = np.maximum.accumulate(np.array([[0.0, 0.0], *steps]).ravel())
-    busy = np.cumsum(np.diff(times, prepend=0.0) * (np.arange(len(times)) % 2))  # until each time
+    busy = np.cumsum(np.diff(times, prepend=0.0) * (np.arange(len(times)) % 2))  # up to each time
     within = np.diff(np.interp(np.array(spans), times, busy))
     return float(within.sum())
 

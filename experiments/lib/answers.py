@@ -46,10 +46,10 @@ class Accuracy:
     score, low, high: mean score, and its 95 % bootstrap interval.
     logprob: mean log-probability of the reference answers, per token.
 
-    Compared with another run on the same prompts, else None, each as (mean, low, high):
+    Comparisons with another run on the same prompts are (mean, low, high); None without that run:
 
     difference, logprob_difference: paired differences, ours less the other run's.
-    divergence: from the other run's distributions, in nats per token.
+    divergence: KL divergence from the other run's distributions, in nats per token.
     """
 
     task: str
@@ -78,7 +78,7 @@ class Evaluation:
 
 
 def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:
-    """Accuracy by (task, context), in order of appearance; then over all, if there are several.
+    """Accuracy by (task, context), in order of appearance; then over all pairs if several.
 
     others: another run, which `require_all` has accepted. Raises ValueError if its reference answer
     to a prompt differs.

@@ -12,19 +12,19 @@ from experiments.lib import run_record
 from experiments.lib.report import COMPLETE
 from paged.cluster.cluster import Cluster
 
-FULL = 0.9  # the share of the largest batch from which a GPU counts as full
-STAYS_S = 10.0  # an idle GPU counts as staying idle if it is idle STAYS_S later
-WINDOW_S = 10.0  # over which throughput is averaged
+FULL = 0.9  # a batch is full if it has at least this share of the largest batch
+STAYS_S = 10.0  # an idle GPU stays idle if it is idle STAYS_S later, too
+WINDOW_S = 10.0  # throughput is averaged over this window
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The cluster at one time. Counts are since the start.
+    """The cluster at one time.
 
     batches: running sequences by GPU; 0 for a GPU that has died.
     queued: requests in the queue now.
-    tokens: generated tokens.
-    ended: ended requests.
+    tokens, ended, evictions, consolidations: generated tokens, ended requests, evictions and
+        consolidations since the start.
     """
 
     time_s: float
@@ -70,8 +70,9 @@ def _tokens_per_s(samples: Sequence[Sample]) -> np.ndarray:
 def summary(cluster: Cluster, samples: Sequence[Sample], max_batch: int) -> dict[str, float]:
     """Flat numbers. A GPU is busy if it has a sequence.
 
-    busy_full: share of full batches in the samples of busy GPUs, taken while two or more are busy.
-    idle_stays_idle: share of samples of idle GPUs that are idle `STAYS_S` seconds later, too.
+    busy_full: share of full batches among the batches of busy GPUs, over samples with two or more
+        busy GPUs.
+    idle_stays_idle: share of idle GPUs, over all samples, that are idle `STAYS_S` s later, too.
     gpus_over_needed: busy GPU time over the GPU time of the same sequences in full batches.
     adapter_hit_rate: 1 - adapter loads / placements of requests with an adapter.
     """
@@ -125,7 +126,7 @@ def summary(cluster: Cluster, samples: Sequence[Sample], max_batch: int) -> dict
 
 def table(numbers: Mapping[str, float], max_batch: int) -> str:
     """The paper's claims beside our numbers. Fig. 13 has no numbers, so the claims are in words."""
-    full, stays = "none", "none"  # where there was nothing to count
+    full, stays = "none", "none"  # without such samples
     if "busy_full" in numbers:
         full = f"{numbers['busy_full']:.0%}"
     if "idle_stays_idle" in numbers:
@@ -167,8 +168,10 @@ def plot(
     samples: Sequence[Sample], offered: Callable[[np.ndarray], np.ndarray], max_batch: int,
     path: Path, title: str, footer: str,
 ) -> None:  # fmt: skip
-    """Fig. 13: request rate, throughput, and the batch of each GPU over time. offered: times [n] ->
-    the rate in requests/s that arrivals were drawn from."""
+    """Fig. 13: request rate, throughput, and the batch of each GPU over time.
+
+    offered: times [n] in seconds -> rate of the arrival process, in requests/s.
+    """
     times = np.array([sample.time_s for sample in samples])
     figure = Figure(figsize=(9, 8), layout="constrained")
     rate, throughput, sets = figure.subplots(3, 1, sharex=True, height_ratios=[1, 1, 2])

@@ -1,4 +1,4 @@
-"""Engines of the experiments: a model's weights, an executor, and checks before either is made."""
+"""Engines of the experiments, from weights and an executor; configurations are checked first."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ def engine_config(
 ) -> EngineConfig:
     """An EngineConfig for the model, checked before any weights are loaded.
 
-    max_model_len: None for the model's longest, up to EngineConfig's default.
+    max_model_len: None for the model's longest context, up to EngineConfig's default.
     page_size: None for EngineConfig's default, or GPU_PAGE_SIZE on a GPU.
 
     Raises ValueError for a configuration that the model or its policy cannot run.
@@ -43,7 +43,7 @@ def engine_config(
         page_size = GPU_PAGE_SIZE if backend.current_gpu() else EngineConfig.page_size
     config = EngineConfig(max_model_len=max_model_len, page_size=page_size, **fields)
     check_model(model, config)
-    # Without this its refusals would come after the weights are loaded.
+    # Otherwise the step program would refuse a configuration only after weights are loaded.
     StepProgram.declare(config, Shards(model, config.tensor_parallel))
     return config
 
@@ -62,10 +62,10 @@ def load_engine(
 
     tokenizer: None for the model's own.
     model: 'bundled', a Hugging Face folder or a hub id.
-    dtype: of weights, computation and KV cache.
-    attention_implementation: of the attention ops; empty for the device's default.
+    dtype: dtype of weights, computation and KV cache.
+    attention_implementation: implementation of the attention ops; empty for the device's default.
     compilation_cache: folder that keeps compiled programs for later processes; empty for none.
-    executor: 'device', or 'simulated', which loads no weights and makes up tokens.
+    executor: 'device', or 'simulated', which loads no weights and invents tokens.
 
     Raises ValueError for an unknown executor or dtype, or an attention implementation that cannot
     run the model in this dtype.
@@ -95,7 +95,7 @@ def keep_compilations(folder: str) -> None:
 
 def check_implementation(implementation: str, config: EngineConfig, shards: Shards) -> None:
     """Raise ValueError if this implementation of the attention ops cannot run the model, before its
-    weights are loaded. Empty is the device's default, which runs every model."""
+    weights are loaded. An empty name is the device's default, which runs every model."""
     if not implementation:
         return
     check_interpreter(implementation)

@@ -16,7 +16,7 @@ from models.checkpoint import DTYPES
 from paged.metrics import RequestRecord, StepRecord
 
 Event = Mapping[str, Any]
-Kind = tuple[str, Callable[[Any], bool]]  # the kind of a value: (in words, as a test)
+Kind = tuple[str, Callable[[Any], bool]]  # the kind of a value: (description, test)
 
 
 def _list_of(kind: Kind) -> Kind:
@@ -138,8 +138,8 @@ class EventLog(list[dict]):
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Name file and line of event `number`, from 0, in a ValueError raised within. Other errors
-        that an invalid log can cause become ValueErrors too."""
+        """A context in which a ValueError names file and line of event `number`, from 0. Other
+        errors that an invalid log can cause become ValueErrors too."""
         where = f"{self.path}:{number + 1}"
         try:
             yield
@@ -152,7 +152,7 @@ class EventLog(list[dict]):
 def write_log(
     output_dir: str | Path, name: str, events: Sequence[Event], complete: bool = True
 ) -> Path:
-    """Write the events of a run and the end line; the path of the file.
+    """Write the events of a run and the end line; returns the path of the file.
 
     complete: False if the run was interrupted.
     """

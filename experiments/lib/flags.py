@@ -78,10 +78,9 @@ class _TupleParser(flags.ArgumentParser):
 
 
 def define_fields(config, leave_out: Collection[str] = ()) -> None:
-    """Define a flag for each field of a dataclass that has a help text, a default, and a type of a
-    flag: bool, int, float or str; literals of one of these; one of these or None; or a tuple of one
-    of these, of any length. A field's metadata, set by `typed_flags.flag`, may hold choices or mark
-    a path.
+    """Define a flag for each field of a dataclass that has a help text, a default, and a type T:
+    bool, int, float or str; a Literal of one of these types; T | None; or tuple[T, ...]. A field's
+    metadata, set by `typed_flags.flag`, may hold choices or mark a path.
 
     config: the class, or an instance whose values become the defaults.
     """
@@ -132,7 +131,7 @@ def fields_of(dataclass: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _define_policy_flags() -> None:
     """Define a flag --POLICY_FIELD for each KV policy option that has a help text. If an option's
-    metadata has a function "read", the flag is the path of a file that it loads."""
+    metadata has a function "read", the flag is a path, and the function loads the file."""
     flags.DEFINE_string(
         "policy_options", "", "a JSON object: the options of --policy=MODULE:ATTRIBUTE"
     )

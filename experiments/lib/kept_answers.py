@@ -21,7 +21,7 @@ from experiments.lib.sources import code_hash
 from models import checkpoint
 from models.hub import TOKENIZER_FILES, find
 
-# The sources that make prompts, answer and grade.
+# The sources that make prompts, generate answers and score them.
 SOURCES = (
     "pallas_kernels", "models", "paged", "experiments/tasks", "experiments/evaluate.py",
     "experiments/lib/engines.py", "experiments/lib/kv_held.py", "experiments/lib/reference.py",
@@ -49,7 +49,7 @@ def made_by(model: str) -> dict[str, str]:
 def path_of(output_dir: str | Path, name: str, asked: Any) -> Path:
     """The path, without ending, of the two files of a system's answers to a setting.
 
-    name: part of a new path. Existing answers keep the path of the name that they were kept under.
+    name: part of the path of new answers. Existing answers keep their path.
     asked: all values that the answers depend on.
     """
     text = json.dumps(run_record.plain(asked), sort_keys=True)

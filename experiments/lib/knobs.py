@@ -1,4 +1,4 @@
-"""Sensitivity of results to a simulated clock's assumed constants: attention and host at ±20 %.
+"""Sensitivity of results to a simulated clock's constants: times of attention and host ±20 %.
 
 A verdict that changes within ±20 % depends on constants that were not measured.
 """
@@ -16,11 +16,11 @@ CHANGES = {
     "host -20 %": {"host_knob": 0.8},
     "host +20 %": {"host_knob": 1.2},
 }
-# Factors on attention's time, by change, for results without host time.
+# Factor on attention's time, by name of the change, for results without host time.
 OF_ATTENTION = {"": 1.0} | {
     name: change["attention_knob"] for name, change in CHANGES.items() if "attention_knob" in change
 }
-# Factors on attention's and on the host's time, by name.
+# (factor on attention's time, factor on the host's time), by name.
 FACTORS = {
     "": (1.0, 1.0), "attention_0.8": (0.8, 1.0), "attention_1.2": (1.2, 1.0),
     "host_0.8": (1.0, 0.8), "host_1.2": (1.0, 1.2),
@@ -45,11 +45,17 @@ def values[R](
     rows: Sequence[R], of: Callable[[Sequence[R]], Values],
     holds: Callable[[Mapping[str, float]], bool],
 ) -> Values:  # fmt: skip
-    """The values `of` the unchanged rows; the values of rows with a change, named 'NAME, CHANGE';
-    and TURNS, the number of changes under which the claim's verdict differs. For a verdict, a value
-    that is missing under a change is taken from the unchanged rows.
+    """Values by name:
 
-    rows: each has `change`, empty for none; rows with a change outside CHANGES are ignored.
+    NAME: a value of the unchanged rows.
+    'NAME, CHANGE': the value of the rows with this change.
+    TURNS: number of changes under which the claim's verdict differs. In this verdict, a value that
+        is missing under the change is taken from the unchanged rows.
+
+    rows: each has a field `change`, empty for an unchanged row. Rows with a change outside CHANGES
+        are ignored.
+    of: rows with equal `change` -> their values.
+    holds: values -> whether the claim holds.
     """
     by_change = {
         name: [row for row in rows if row.change == name]  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""KV memory that sequences hold, and that their generated tokens read, under policies that keep or
-read less than all tokens."""
+"""KV memory of sequences, and KV bytes read per generated token, under policies that keep or read
+less than all tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class Held:
     size.
 
     fraction: bytes of the sequence's pages, empty slots included, over the baseline's.
-    high, low: shares of its tokens kept in high and in low precision, over all heads.
-    top: share of its tokens kept in a third precision above `high`.
+    high, low: shares of the sequence's tokens kept in high and in low precision, over all heads.
+    top: share of the sequence's tokens kept in a third precision above `high`.
     read: bytes that attention and page selection of generated tokens read, over the baseline's;
         None if no step generated a token.
     """
@@ -47,8 +47,8 @@ def of_sequences(engine: Engine) -> list[Held]:
     windows = sharded.shard.attention.windows
     dense = DenseLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
     dense_page = P * sharded.kv_token_bytes("float16")
-    owners: dict[int, int] = {}  # by slot
-    rows: dict[int, tuple] = {}  # by step: owners, slots, lengths at its end, whether it decodes
+    owners: dict[int, int] = {}  # slot -> index of the sequence
+    rows: dict[int, tuple] = {}  # step -> owners, slots, lengths at its end, whether decoding
     samples: list[list[tuple[float, ...]]] = []
     for event in engine.events:
         match event["event"]:

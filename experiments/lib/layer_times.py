@@ -1,7 +1,8 @@
 """Measured times of a layer's ops on a GPU, from CSV files in the form of Vidur's profiles.
 
-MODEL-GPU-layer-times.csv has a row for each number of tokens in the batch and tensor-parallel
-degree, and a column OP_ms for each op: its median in milliseconds. Rows may repeat.
+MODEL-GPU-layer-times.csv has a row for each pair of tensor-parallel degree and number of tokens in
+the batch. Its columns OP_ms hold the median time of each op in milliseconds. Several rows may have
+the same pair.
 """
 
 import csv
@@ -39,8 +40,8 @@ class LayerTimes:
     """Times of a model's layer, split over `shards` GPUs, for n batches.
 
     tokens: [n] tokens of each batch.
-    seconds: [n] of each op, by our op names.
-    ops: the measured ops, over the same batches.
+    seconds: [n] times of each op, by our op names.
+    ops: the measured ops at the sizes of these batches, by our op names.
     """
 
     model: str
@@ -54,7 +55,7 @@ class LayerTimes:
         return [name for name, op in self.ops.items() if isinstance(op, Product)]
 
     def thinned(self) -> "LayerTimes":
-        """One batch of each quarter octave of tokens. Otherwise long batches dominate a fit."""
+        """One batch per quarter octave of tokens, because otherwise long batches dominate a fit."""
         _, first = np.unique(np.round(4 * np.log2(self.tokens)), return_index=True)
         return self._of(first)
 
@@ -66,7 +67,7 @@ class LayerTimes:
 def layer_times(
     model: str, shards: int, tokens: np.ndarray, seconds: dict[str, np.ndarray]
 ) -> LayerTimes:
-    """Raises ValueError if the model cannot be split over `shards` GPUs."""
+    """The times with their ops. Raises ValueError if the model cannot be split over the GPUs."""
     sharded = ShardedModel.split(checkpoint.load_config(MODELS / model), shards)
     ops = layer_ops(sharded, tokens)
     return LayerTimes(model, shards, tokens, seconds, {name: ops[name] for name in seconds})
@@ -78,8 +79,8 @@ def read(folder: str | Path, gpu: str) -> tuple[list[LayerTimes], list[str]]:
     A file name may give the GPU's family alone: 'a100' for 'a100-80'. Files whose model has no
     configuration in configs/models are skipped.
 
-    Raises ValueError, naming the file and for a value its line, for missing files or columns, for
-    invalid values, and if all files are skipped.
+    Raises ValueError for missing files or columns, for invalid values, and if no file remains. The
+    message names the file, and the line of an invalid value.
     """
     names = {f"-{gpu}{ENDING}", f"-{gpu.partition('-')[0]}{ENDING}"}
     paths = sorted(Path(folder).glob(f"*{ENDING}"))

@@ -11,7 +11,7 @@ from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 
-NEAR_TIE = 1e-4  # a lead of a logit or a beam that another order of sums can reverse
+NEAR_TIE = 1e-4  # largest lead of a logit or beam that another summation order can reverse
 
 
 def nearly_tied(
@@ -51,8 +51,11 @@ class Difference:
 def differences(
     engine: Engine, ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]
 ) -> list[Difference]:
-    """The differences between greedy outputs of the same requests in two runs. engine: an idle
-    engine that decides whether a difference is a near tie: both tokens could have been sampled."""
+    """The differences between greedy outputs of the same requests in two runs.
+
+    engine: an idle engine. It computes whether a difference is a near tie, in which either token
+        is right.
+    """
     found = []
     how = SamplingParams(max_tokens=1, ignore_eos=True)
     for a, b in zip(ours, theirs, strict=True):

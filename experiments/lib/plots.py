@@ -25,9 +25,9 @@ FILES = tuple(f"{name}.png" for name in ("kv_memory", "queue", "latency", "step_
 
 
 def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) -> list[OSError]:
-    """Write each picture alone and all in overview.png; the errors of files not written.
+    """Write each picture, and all in overview.png; returns the errors of files not written.
 
-    Time 0 is the first arrival. hardware: the machine of the times, for the footers.
+    Time 0 is the first arrival. hardware: the machine that measured the times, for the footers.
     """
     start = min((r.arrival_s for r in metrics.requests), default=0.0)
     steps = [replace(step, time_s=step.time_s - start) for step in metrics.steps]

@@ -1,4 +1,4 @@
-"""All policies, and the presets of the flag files, at a size that any machine runs in seconds."""
+"""Presets of all policies and of the flag files, at a size that any machine runs in seconds."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +33,8 @@ KIVI = TILE | {
 
 @dataclass(frozen=True)
 class Preset:
-    """A policy with its options and configuration. streams: whether some heads stream, by made-up
-    gates."""
+    """A policy with its options and configuration. streams: whether some heads are streaming heads,
+    with artificial gates."""
 
     policy: str
     options: dict[str, Any] = field(default_factory=dict)

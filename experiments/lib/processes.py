@@ -21,8 +21,8 @@ def run_apart(
 
     program: a module-level function.
 
-    Ctrl-C in a terminal reaches only this process. It interrupts the others with SIGINT and waits
-    for them, as it does when the iterator is closed. A second Ctrl-C kills them.
+    Ctrl-C in a terminal reaches only this process. This process then sends SIGINT to the others and
+    waits for them. Closing the iterator does the same. A second Ctrl-C kills the others.
     """
     context, waiting = get_context("spawn"), deque(enumerate(cases))
     running: dict[int, tuple[int, SpawnProcess]] = {}
@@ -54,7 +54,7 @@ def run_apart(
 
 def _run(program: Callable[..., int], case: tuple[Any, ...]) -> None:
     os.setpgrp()
-    # A shell starts background jobs with SIGINT ignored, and their children inherit that.
+    # A shell starts background jobs with SIGINT ignored, and their children inherit this setting.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with interrupts():
         sys.exit(program(*case))

@@ -4,7 +4,8 @@ Exit status:
 
     0         success
     1         an error that the user can fix, printed as one line 'error: …'
-    130, 143  ended by SIGINT (Ctrl-C), by SIGTERM
+    130       ended by SIGINT (Ctrl-C)
+    143       ended by SIGTERM
 
 Any other exception is a bug, and shows its traceback. Before `Program.run`, while Python imports
 modules, signals have Python's default effect.
@@ -65,15 +66,15 @@ class Unfailing:
 
 @dataclass(frozen=True)
 class Program[F: Flags, O: Output | None]:
-    """A program of one function, `main`, which gets the flags and the output, and returns the exit
-    status, None for 0.
+    """A program.
 
-    output: default output folder; None for a program that writes no files. The folder is made
-        before `main` is called. It is refused if it is not writable, or if report.json,
-        summary.json or one of `files` is a folder there. Without --overwrite, a run never replaces
-        a run with other flags. If the default is empty, the program writes only if --output_dir is
-        set.
-    files: names of further output files.
+    main: (flags, output) -> exit status; None for 0.
+    flags: class of the flags.
+    output: default output folder; None for a program that writes no files. If the default is empty,
+        the program writes only if --output_dir is set. The folder is made before `main` is called.
+        A folder is refused if it is not writable, or if report.json, summary.json or one of `files`
+        is a folder there. Without --overwrite, a run never replaces a run with other flags.
+    files: names of output files beside report.json and summary.json.
     error_status: exit status of every error, for programs where 1 has another meaning.
     """
 
@@ -116,7 +117,7 @@ class Program[F: Flags, O: Output | None]:
         flags.DEFINE_flag(Help())
         try:
             return flags.FLAGS(_with_flagfiles_found(argv))
-        except (flags.Error, UnicodeDecodeError) as error:  # the second: a flagfile that is no text
+        except (flags.Error, UnicodeDecodeError) as error:  # Unicode: a binary flagfile
             self._fail(f"{error}; --help lists the flags")
         except OSError as error:
             _give_up_broken_stdout()
@@ -142,7 +143,7 @@ class Program[F: Flags, O: Output | None]:
             self._fail(told(error))
 
     def _checked(self, arguments: Sequence[str], names: Sequence[str]) -> Callable[[], int | None]:
-        """`main`, bound to its flags and output. Raises ValueError for invalid ones."""
+        """`main`, bound to its flags and output. Raises ValueError for invalid flags or folders."""
         values = {name: flags.FLAGS[name].value for name in names}
         given = typed(self.flags, values, arguments)
         if self.output is None:
@@ -160,8 +161,8 @@ class Program[F: Flags, O: Output | None]:
 
 
 def _free_folder(output_dir: str, asked: Flags) -> str:
-    """The output folder. If it holds a run with other flags: for the default folder, the first of
-    FOLDER-2, FOLDER-3, … that does not; for a folder set by --output_dir, raises ValueError."""
+    """The first of FOLDER, FOLDER-2, FOLDER-3, … that holds no run with other flags. Raises
+    ValueError if --output_dir sets a folder that holds a run with other flags."""
     folder, number = output_dir, 1
     while differs := run_record.other_flags(folder, asked):
         if not flags.FLAGS["output_dir"].using_default_value:

@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, in PEFT's format (Punica §7: speed does not depend on them)."""
+"""LoRA adapters of random weights, in PEFT's format. Speed does not depend on weights (Punica §7)."""
 
 from pathlib import Path
 
@@ -10,15 +10,15 @@ from models.families import family
 from models.lora import Lora, Pair
 
 RANK = 16  # rank of all adapters in the paper
-SIZE = 0.3  # of BA relative to base weights: large enough to change tokens, but stable
+SIZE = 0.3  # size of BA relative to base weights: large enough to change tokens, but stable
 
 
 def write(folder: str | Path, model: ModelConfig, seed: int, rank: int = RANK) -> Path:
-    """Write an adapter of all the model's projections, float16; the folder."""
+    """Write an adapter of all the model's projections, float16; returns the folder."""
     rng = np.random.default_rng([seed, 5])
     weights: dict[str, list[Pair | None]] = {name: [] for name in family(model).PROJECTIONS}
     for layer in family(model).declare(model)["layers"]:
-        shared: dict[str, np.ndarray] = {}  # A of each module; its projections share it
+        shared: dict[str, np.ndarray] = {}  # A by module; a module's projections share A
         for name, pairs in weights.items():
             module, (fan_out, fan_in) = layer[name].hf_name, layer[name].shape
             if module not in shared:

@@ -1,9 +1,9 @@
 """Distributions of a model, under a KV policy, along reference answers.
 
 Measures the log-probability of a reference answer, and the divergence of the next-token
-distributions along it from another run's: both show small differences before an answer changes. The
-answer's tokens are forced in decode steps, because a prefill selects no pages and demotes no
-tokens.
+distributions along this answer from another run's distributions. Both measures show small
+differences before an answer changes. The answer's tokens are forced in decode steps, because a
+prefill selects no pages and demotes no tokens.
 """
 
 import io
@@ -22,13 +22,13 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 
 Key = tuple[str, int, int]  # task, context and index of a prompt
-LEAST = 1e-9  # least probability of all tokens outside the alternatives together
+LEAST = 1e-9  # lower bound of the total probability outside the alternatives
 
 
 @dataclass(frozen=True)
 class Distributions:
     """Next-token distributions along one answer of n tokens, with A alternatives each. Natural
-    log-probabilities are float32 as in files, so that a saved and loaded run has equal numbers.
+    log-probabilities are float32 as in files, so that a loaded run equals the saved run.
 
     logprobs: [n] float32 log-probabilities of the answer's tokens.
     tokens: [n, A] int32 the most probable tokens.

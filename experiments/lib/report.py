@@ -18,7 +18,7 @@ MEMORY = ("token_states", "reserved", "internal", "external")  # vLLM §3.1, Fig
 @dataclass(frozen=True)
 class Answered:
     """A request and its output. exact: whether the output is the request's reference answer; None
-    if it has none."""
+    without a reference answer."""
 
     request: Request
     output: RequestOutput
@@ -46,7 +46,7 @@ def score(requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> list
 
 
 def answers_exact(answered: Sequence[Answered]) -> dict[str, tuple[int, int]]:
-    """task -> (exact answers, prompts with an answer); prompts without a task count as `needle`."""
+    """task -> (exact answers, prompts with an answer). A prompt's default task is `needle`."""
     counts: dict[str, tuple[int, int]] = {}
     for item in answered:
         if item.exact is not None:
@@ -105,7 +105,7 @@ def normalised_latency_s(record: RequestRecord) -> float | None:
 
 
 def complete(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Requests that ran to their end. Only their latency counts."""
+    """Requests that ran to their end. Latencies are computed over these requests alone."""
     return [record for record in records if record.finish_reason in COMPLETE]
 
 
@@ -176,8 +176,7 @@ def measure(metrics: Metrics) -> dict[str, Any]:
 def kv_memory(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Shares of the allocated KV memory by use (vLLM Fig. 2), and share of the pool allocated.
 
-    A share is a ratio of two averages over steps, weighted by device time; idle time does not
-    count.
+    A share is a ratio of two averages over steps, weighted by device time. Idle time is excluded.
 
     saved_by_sharing: memory saved by shared blocks, over the memory needed without sharing (§6.3).
     """
@@ -217,7 +216,7 @@ def _time_mean(steps: Sequence[StepRecord], values: Sequence[float]) -> float:
 
 
 def summary(measured: dict[str, Any], answers: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """The flat numbers of summary.json, without those that were not measured.
+    """The flat numbers of summary.json, without unmeasured values.
 
     answers_exact: share of exact answers to `needle` prompts.
     answers_exact_<task>: the same for another task.

@@ -116,20 +116,22 @@ def write_summary(output_dir: str | Path, numbers: Mapping[str, float | int]) ->
 
 
 def write_json(output_dir: str | Path, name: str, value: Any) -> Path:
-    """Write `plain(value)` to a JSON file; the path of the file."""
+    """Write `plain(value)` to a JSON file; returns the path of the file."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n"
     return write_whole(Path(output_dir) / name, text)
 
 
 def write_json_lines(output_dir: str | Path, name: str, values: Iterable[Any]) -> Path:
-    """Write each value as a line of JSON; the path of the file."""
+    """Write each value as a line of JSON; returns the path of the file."""
     lines = (json.dumps(plain(value), ensure_ascii=False) + "\n" for value in values)
     return write_whole(Path(output_dir) / name, "".join(lines))
 
 
 def write_csv(output_dir: str | Path, name: str, rows: Sequence[Any]) -> Path:
-    """Write a line for each row; the path of the file. rows: instances of one dataclass, or dicts
-    with equal keys."""
+    """Write a line for each row; returns the path of the file.
+
+    rows: instances of one dataclass, or dicts with equal keys.
+    """
     table = [row if isinstance(row, Mapping) else dataclasses.asdict(row) for row in rows]
     text = io.StringIO(newline="")
     if table:
@@ -140,7 +142,7 @@ def write_csv(output_dir: str | Path, name: str, rows: Sequence[Any]) -> Path:
 
 
 def save_figure(figure: "Figure", path: str | Path, dpi: int) -> Path:
-    """Write a figure as PNG; the path of the file."""
+    """Write a figure as PNG; returns the path of the file."""
     png = io.BytesIO()
     figure.savefig(png, dpi=dpi, format="png")
     return write_whole(path, png.getvalue())

@@ -16,23 +16,23 @@ def serve_and_write(
     write: Callable[[str | None], tuple[str, list[OSError]]],
     files: str,
 ) -> int:
-    """Serve until the end, or the first signal or failure; then write and print the results; the
-    exit status.
+    """Serve until the end, or the first signal or failure; then write and print the results.
+    Returns the exit status.
 
-    serve: gets a function that returns whether to stop.
-    write: gets the cause of an interruption, or None; returns the text to print, and the errors of
-        files that could not be written.
+    serve: (stop_requested) -> None. stop_requested: returns whether to stop.
+    write: (cause of an interruption, or None) -> (text to print, errors of files that could not be
+        written).
     files: message that names the written files.
     """
     error: Exception | None = None
     with Stop() as stop:
         try:
             serve(stop.requested)
-        except BrokenProcessPool as raised:  # a signal to the terminal's group ends workers too
+        except BrokenProcessPool as raised:  # a signal to the process group ended workers
             error = None if stop.requested() else raised
         except Exception as raised:
             error = raised
-        except KeyboardInterrupt:  # the second signal: results are still written
+        except KeyboardInterrupt:  # a second signal; results are still written
             pass
         cause = f"{type(error).__name__}: {error}" if error else stop.cause
         text, failures = write(cause)
@@ -57,7 +57,7 @@ def missing(
     cause: str | None, requests: int, reasons: Collection[str | None]
 ) -> dict[str, Any] | None:
     """The requests that an interruption left unserved, for report.json; None if there was no cause,
-    or every request has ended.
+    or if every request has ended.
 
     requests: number of all requests.
     reasons: finish reasons of the requests that had arrived.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]  # of the checkout, or where the wheel is installed
+ROOT = Path(__file__).parents[2]  # root of the checkout, or folder of the installed wheel
 FOLDERS = ("configs/", "models/bundled", "models/judge")
 
 

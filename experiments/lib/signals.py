@@ -55,8 +55,8 @@ class Stop:
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number)
         self.__exit__()
-        # Not by print: the signal may have interrupted one. OSError: Ctrl-C may have ended the
-        # reader of a pipe.
+        # os.write, because the signal may have interrupted a print. OSError: Ctrl-C may have ended
+        # the reader of a pipe.
         with suppress(OSError):
             os.write(2, b"\nending in good order; the next signal ends at once\n")
 

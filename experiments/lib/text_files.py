@@ -1,4 +1,4 @@
-"""Readers of all text files: UTF-8, with lines that end at \\n or \\r\\n alone, as JSON or CSV.
+"""Readers of UTF-8 text, JSON and CSV files. Lines end at \\n or \\r\\n alone.
 
 All raise ValueError with a message that begins with "FILE:LINE: ", or with "FILE: " for a file that
 cannot be opened.
@@ -82,8 +82,8 @@ def read_csv(
 ) -> Iterator[tuple[str, tuple[str, ...], dict[str, str]]]:
     """("FILE:LINE", columns, row) of each row below the header.
 
-    allowed: alternative sets of columns. The file must have all columns of one set, the first of
-        which is returned as `columns`; it may have more columns.
+    allowed: alternative sets of columns. The file must have all columns of one set, and may have
+        more columns. `columns` is the first set in `allowed` that the file has.
     """
     reader = csv.DictReader(io.StringIO(read_text(path), newline="\n"), strict=True)
     line = 1  # where the next row begins
