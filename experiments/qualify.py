@@ -3,18 +3,18 @@
 python -m experiments.qualify --model=judge
 
 Measures three things. First, right answers on the tasks by context. Second, the share of KV heads
-that may stream: those with a gate below 0.3 (--gates; `experiments.papers.lserve.duo_gates`).
-Third, over --spread_prompts of each task at --spread_context tokens, how many tokens hold 95 % of a
-head's attention:
+that may stream, which are KV heads with a gate below 0.3 (--gates;
+`experiments.papers.lserve.duo_gates`). Third, how many tokens hold 95 % of a head's attention, over
+--spread_prompts prompts of each task at --spread_context tokens:
 
-* by query: for a query that produces a token of the answer, by query head, the number of keys;
-* by prompt: for a whole prompt, by KV head, the number of tokens with the most significance, as
-  DiffKV counts them (§3, Figs. 4 and 5). A head that attends to the last 64 tokens alone needs
+* by query: number of keys of a query head, for one query that produces a token of the answer;
+* by prompt: number of the most significant tokens of a KV head, for all queries of a prompt, with
+  DiffKV's significance (§3, Figs. 4 and 5). A head that attends to the last 64 tokens alone needs
   nearly all tokens by this measure, because every token is among the last 64 of some query. The
   measure by query shows that such a head is local.
 
-Goals: 95 % right on six of eight tasks; half of the KV heads below 0.3; and a median head that
-needs at most 20 % of the tokens by query.
+Goals: 95 % right on six of eight tasks; half of the KV heads with gates below 0.3; and a median
+head that needs at most 20 % of the tokens by query.
 """
 
 import functools

@@ -3,7 +3,7 @@
     python -m experiments.replay --log=results/demo/events.jsonl --executor=simulated
 
 The engine has the log's configuration. Its inputs (requests, aborts, adapters, pinned prefixes)
-come before the same rounds as in the log; the clock decides nothing. On --executor=device the model
+come before the same rounds as in the log, independent of the clock. On --executor=device the model
 computes all tokens again: pass the run's --model and --dtype. On `simulated` the tokens are the
 log's, the times come from a cost model, and no weights are loaded.
 
@@ -53,7 +53,7 @@ class ReplayFlags(ExecutorFlags):
 
 
 def logged_config(log: EventLog) -> EngineConfig:
-    """The run's configuration. Raises ValueError, naming the field, if its version differs."""
+    """The run's configuration. Raises ValueError for missing and for unknown fields."""
     values = log[0]["config"]
     with log.at(0):
         module = str(values.get("policy", "")).partition(":")[0]
@@ -106,7 +106,7 @@ def failed_round(log: EventLog) -> int | None:
 
 
 def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
-    """Pass the log's inputs to `engine`, each before the same round; the engine's events.
+    """Pass the log's inputs to `engine`, each before the same round; returns the engine's events.
 
     engine: a fresh one. Stops after the first round whose events differ, or before a round that
     failed in the run.
@@ -132,7 +132,7 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
             return same == len(engine.events)
 
         def run_round() -> bool:
-            """Run a round; whether it was idle. Then all rounds until the next input are idle."""
+            """Run a round. Returns whether it and all rounds until the next input are idle."""
             nonlocal rounds
             # The first idle round must run: it may still log the pages that were freed last.
             idle = not engine.has_unfinished()
@@ -169,10 +169,10 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
 def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
     """(index of the event, rounds run before it, event) of all inputs before the first failure.
 
-    A 'pin' replaces the 'arrival' of its request, which came right before it and ran alone. Of
-    several 'loaded' in a round only the first is listed: `RecordedLoads` adds all of the round.
+    A 'pin' replaces the 'arrival' right before it, because the pin's request ran alone. Only the
+    first 'loaded' of a round is included, because `RecordedLoads` adds all loads of the round.
     """
-    loaded: set[int] = set()  # rounds
+    loaded: set[int] = set()  # rounds with a 'loaded'
     inputs: list[tuple[int, int, dict]] = []
     for number, event in enumerate(map(untimed, log)):
         if event["event"] == "failure":

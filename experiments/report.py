@@ -75,8 +75,8 @@ class Row:
 
     @property
     def label(self) -> str:
-        """A label such as 'Figs. 2 to 5': from the brackets of the title, else from the file's
-        name. Of a row that is no figure: the file's name in words."""
+        """A label such as 'Figs. 2 to 5', from the title's brackets or else from the file's name.
+        Other rows than figures, tables and algorithms have the file's name in words."""
         if not (found := FIGURE.match(self.stem)):
             return _words(self.stem)
         if printed := PRINTED.findall(self.study.title.rpartition("(")[2]):
@@ -186,7 +186,7 @@ def by_kind(of: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def counted(of: Iterable[Row]) -> dict[str, int]:
-    """`experiments.reproduce.counts`. Here `failed` counts rows without a result."""
+    """The rows' `experiments.reproduce.counts`; `failed` is the number of rows without a result."""
     return counts(
         (row.study, NONE if row.verdict == NOT_RUN else row.verdict, row.report) for row in of
     )
@@ -214,8 +214,8 @@ def summary_table(of: Sequence[Row], up: str) -> str:
 
 
 def _linked(row: Row, up: str) -> str:
-    """The row's label, linked to its picture, report or program; then the first letter of its kind,
-    and a star if `by_other_flags`."""
+    """The row's label, linked to its picture, report or program. The first letter of its kind
+    follows, and a star if `by_other_flags`."""
     target = next(iter(row.pictures), row.folder / "report.json" if row.has_result else None)
     path = (target or Path(row.study.file)).relative_to(ROOT)
     star = "*" if row.by_other_flags else ""

@@ -11,17 +11,18 @@ Arguments are names of studies or papers, or beginnings of names up to a `/` or 
 The state is `no result`, `partial`, `stale` (flags, code or package versions have changed since),
 or the verdict.
 
-A study with a whole result that is not stale is not run again, and a partial one is resumed: repeat
-the same command to go on. --stale runs only the studies with a stale result. Each study writes to
---output_dir/SCALE/NAME. Answers of systems are kept in --output_dir/SCALE/answered and shared
-between studies. --jobs studies run at once, one for each core by default, each in its own process.
-Studies that depend on measured times run alone, after the others.
+A study with a complete result runs again only if the result is stale. A study with a partial result
+is resumed, so repeat the same command to go on. --stale runs only the studies with a stale result.
+Each study writes to --output_dir/SCALE/NAME. Answers of systems are kept in
+--output_dir/SCALE/answered and shared between studies. --jobs studies run at once, one for each
+core by default, each in its own process. Studies that depend on measured times run alone, after
+the others.
 
-summary.json in --output_dir counts: rows, with_result, at_setting, claims_held, not_run,
-wrong_setting, failed. A row that did not run at the full setting, as all rows of --scale=quick,
-counts by its committed result at the paper's setting, if there is one. If no studies are named and
-some are simulated, it also has simulated_hour_s: CPU seconds to simulate an hour of vLLM's Fig. 12a
-with the simulator of these studies.
+summary.json in --output_dir holds numbers of studies: rows, with_result, at_setting, claims_held,
+not_run, wrong_setting, failed. A result that is not at the paper's setting (as with --scale=quick)
+is replaced by the committed result at the paper's setting, if there is one. If no studies are named
+and some are simulated, summary.json also has simulated_hour_s: CPU seconds to simulate an hour of
+vLLM's Fig. 12a with the simulator of these studies.
 """
 
 import functools
@@ -46,7 +47,7 @@ from experiments.study import KINDS, Study, shown
 from paged.checks import described
 
 FOLDERS = ("experiments/papers/*", "experiments/bench")
-RESULTS = "experiments/results"  # PAPER/STUDY each, committed
+RESULTS = "experiments/results"  # committed results, in folders PAPER/STUDY
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
 # The fields of a report that are read; a report without one of them is ignored.
@@ -131,16 +132,16 @@ def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
 
 
 def committed(study: Study) -> dict[str, Any] | None:
-    """The committed report of a whole run at the paper's setting, by the study's current setting;
-    None if there is none."""
+    """The committed report of a complete run at the paper's setting; None if there is none, or if
+    the study no longer has the paper's setting."""
     report = read(ROOT / RESULTS / study.name)
     at_setting = report and report["at_setting"] and study.setting.level == "paper"
     return report if report and at_setting and not report["partial"] else None
 
 
 def committed_verdict(study: Study) -> str:
-    """The verdict of the committed report of a whole run, and its difference from the paper's
-    setting: the study's level, or flags that differ from those of `full`."""
+    """The verdict of the committed report of a complete run, followed by its difference from the
+    paper's setting: the study's level, or 'other flags' if flags differ from `full`."""
     report = read(ROOT / RESULTS / study.name)
     if not report or report["partial"]:
         return "–"
@@ -157,7 +158,7 @@ def _versions() -> dict[str, str]:
 
 
 def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[str, int]:
-    """Counts of rows, each a (study, state, report); the names are those of summary.json."""
+    """Numbers of rows, as in summary.json. of: (study, state, report) of each row."""
     numbers = dict.fromkeys(
         ("rows", "with_result", "at_setting", "claims_held", "not_run", "wrong_setting", "failed"),
         0,

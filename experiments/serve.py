@@ -102,8 +102,8 @@ def run(
     progress: bool = True,
     skip: bool = False,
 ) -> list[RequestOutput]:
-    """Serve `requests` as they arrive on the engine's clock; their outputs, in the same order. Time
-    0 of the workload is now.
+    """Serve `requests` as they arrive on the engine's clock. Returns their outputs in the same
+    order. Time 0 of the workload is now.
 
     sampling, seed: see `sampling_of`.
     skip: in simulated time, compute runs of decode steps at once (`paged.decode_runs`). The event
@@ -127,11 +127,11 @@ def serve(
     stop_requested: Callable[[], bool] = lambda: False,
     skip: bool = False,
 ) -> None:
-    """As `run`, until `stop_requested` returns True. Unfinished requests are then aborted, with
-    their outputs so far.
+    """As `run`, until `stop_requested` returns True. Unfinished requests are then aborted, and keep
+    their outputs so far. Exceptions of the engine are re-raised.
 
-    served: filled with the outputs of all arrived requests, by index in `requests`; also when the
-        engine raises. The engine's exceptions are passed on.
+    served: receives the outputs of all arrived requests, by index in `requests`, also when the
+        engine raises.
     """
     if engine.has_unfinished():
         raise ValueError("the engine has requests already: serve or abort them before")
@@ -175,7 +175,7 @@ def write(
     outputs: Sequence[RequestOutput],
     facts: dict[str, Any],
 ) -> tuple[str, list[OSError]]:
-    """Write every file of a run; (the table, errors of files that could not be written).
+    """Write every file of a run. Returns (table, errors of files that could not be written).
 
     facts: further fields of report.json: flags, model, `partial` (see `serving.missing`).
     """

@@ -2,9 +2,10 @@
 
     python -m experiments.serve_cluster --flagfile=configs/cluster_bundled.flags
 
-Arrivals are a Poisson process. Its rate rises from 0 to --peak_rate and falls again over
---duration_s seconds. Requests use --adapters with the paper's --popularity. Each runner loads the
-adapters of its requests into --adapter_slots. --runners:
+Arrivals are a Poisson process. Its rate rises linearly from 0 to --peak_rate at half of
+--duration_s, and falls back to 0 at --duration_s. Requests use --adapters with the paper's
+--popularity. Each runner loads the adapters of its requests into --adapter_slots. Values of
+--runners:
 
     simulated  the engines' own schedulers, with step times of a cost model from a GPU's data sheet;
                not a measurement of any GPU
@@ -47,7 +48,7 @@ from paged.simulator.machines import MACHINES
 from paged.simulator.step_cost import HOSTS, StepCost
 
 RUNNERS = ("simulated", "threads", "ray")
-PERIOD_S = 1.0  # between samples
+PERIOD_S = 1.0  # seconds between samples
 AnyCluster = SimulatedCluster | LiveCluster
 
 
@@ -77,7 +78,7 @@ def serve(
     cluster: AnyCluster, arrivals: Sequence[Arrival], samples: list[Sample],
     stop_requested: Callable[[], bool] = lambda: False, progress: bool = True,
 ) -> None:  # fmt: skip
-    """Serve all arrivals, until `stop_requested` returns True; adds a sample every PERIOD_S."""
+    """Serve all arrivals, or until `stop_requested` returns True. Adds a sample per PERIOD_S."""
     with tqdm(total=len(arrivals), desc="serving", unit="req", disable=not progress) as bar:
 
         def observe(now: float) -> None:
@@ -96,7 +97,7 @@ def simulated(flags: ClusterFlags, model: ModelConfig) -> SimulatedCluster:
 
 
 def live(make: Callable[..., LiveCluster]) -> Callable[..., LiveCluster]:
-    """`make` with the arguments of the flags. make: `runners.threads` or `runners.ray_actors`."""
+    """(flags, model) -> cluster of `make`, which is `runners.threads` or `runners.ray_actors`."""
 
     def made(flags: ClusterFlags, model: ModelConfig) -> LiveCluster:
         return make(flags, model, flags.engine, flags.num_gpus, rebalance_s=flags.rebalance_s)
@@ -181,7 +182,7 @@ def write(
     flags: ClusterFlags, folder: Path, served: AnyCluster, samples: Sequence[Sample],
     facts: dict[str, Any],
 ) -> tuple[str, list[OSError]]:  # fmt: skip
-    """Write every file of a run; (the table, errors of files that could not be written)."""
+    """Write every file of a run. Returns (table, errors of files that could not be written)."""
     cluster, max_batch = served.cluster, flags.engine.max_num_seqs
     failures = run_record.write_all([
         lambda: run_record.write_csv(folder, "requests.csv", cluster.records)

@@ -6,7 +6,7 @@
 
 Each of --adapters is served as a model with its folder's name. After SIGTERM or Ctrl-C, running
 requests may end within --drain_s seconds, while new requests are refused with status 503. The exit
-status is then 143 or 130.
+status is then 143 (SIGTERM) or 130 (Ctrl-C).
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ def read_lines(flag: str, path: str) -> list[str]:
 
 
 def served_name(model: str) -> str:
-    """The model's name; for a folder, only its last part: clients need not see the path."""
+    """The model's name; for a folder, the last part of its path, to hide the path from clients."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 

@@ -53,8 +53,8 @@ class Setting:
 
     here: model, device and lengths, in words.
     differs: differences from the paper's setting, in words.
-    level: 'paper': the paper's setting except for `differs`; 'reduced': smaller, but the cause of
-        the claim is present; 'wrong': the claim cannot show.
+    level: 'paper' is the paper's setting except for `differs`. 'reduced' is a smaller setting that
+        keeps the cause of the claim. 'wrong' is a setting in which the claim cannot appear.
     """
 
     here: str
@@ -63,8 +63,8 @@ class Setting:
 
 
 class Run:
-    """The context of a measurement, beside its flags. Rows are kept in its folder, by a hash of the
-    function, its case and its sources.
+    """The context of a measurement, besides its flags. Rows are kept in its folder, by a hash of
+    the function, its case and its sources.
 
     folder: the study's folder.
     shared: a folder shared by several studies; by default the study's own.
@@ -127,7 +127,7 @@ class StudyOutput(Output):
 
 @dataclass(frozen=True)
 class Study[F: Flags, R]:
-    """A study. Functions of its rows get the flags first, then the rows.
+    """A study. Its functions of rows have the parameters (flags, rows).
 
     file: `__file__` of its module.
     kind: one of KINDS. A 'not run' study is reported as 'measured' once its claim is decided.
@@ -136,13 +136,14 @@ class Study[F: Flags, R]:
     flags: the class of its flags.
     measure: yields rows, frozen dataclasses of one class; raises Refused for flags that turn out
         not to work.
-    values: numbers by name; None or nan for those that were not measured.
-    paper: the paper's values by name, each a number or (least, most); other values have none.
+    values: numbers by name; None or nan for unmeasured ones.
+    paper: the paper's values by name, each a number or (least, most). Other values have no
+        counterpart in the paper.
     tolerance: largest relative difference from the paper's value.
     check: raises ValueError for invalid combinations of flags, before any work.
     table: the rows as text.
     quick, full: flags that differ from the defaults, by scale. `setting` describes `full`.
-    minutes: of `quick` and `full`, on two cores.
+    minutes: run times of `quick` and `full`, on two cores.
     needs: requirements of the machine beside two cores.
     command: the command for the paper's setting, if it needs the paper's model or GPU.
     times: whether the values of an analogue are times.
@@ -178,7 +179,7 @@ class Study[F: Flags, R]:
         return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
     def changed(self, flags: F) -> str:
-        """The flags that differ from the setting's, as text, with the setting's in brackets."""
+        """The flags that differ from the setting, as text, with the setting's in brackets."""
         now, full = flat(flags), flat(self.at("full"))
         return ", ".join(
             f"--{name}={_as_given(value)} ({_as_given(full[name])})"
@@ -359,7 +360,7 @@ def values_table(values: Sequence[Mapping[str, Any]], tolerance: float) -> list[
 
 
 def shown(value: Any) -> str:
-    """The text of a table's cell; numbers have four digits."""
+    """The text of a table's cell. Numbers have four digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

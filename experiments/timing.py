@@ -1,4 +1,4 @@
-"""The common timer: cases take turns, calls are waited for, and times are medians."""
+"""The common timer. Cases take turns, calls end with their results, and times are medians."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, in PEFT's format. Speed does not depend on weights (Punica §7)."""
+"""LoRA adapters of random weights, in PEFT's format. Weights do not affect speed (Punica §7)."""
 
 from pathlib import Path
 

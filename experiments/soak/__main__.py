@@ -61,7 +61,7 @@ from models import checkpoint
 from paged.config import EngineConfig
 from paged.kv_cache.dense import DenseHost
 
-SAMPLE_EVERY = 50  # steps
+SAMPLE_EVERY = 50  # steps between samples
 HUNG_S = 600.0  # longest time between two samples; then the program dumps its stacks and exits
 SETTLED = 0.25  # share of the run after which memory must not grow
 SLOPE_MINUTES = 5.0  # shortest run with a meaningful memory slope
@@ -101,7 +101,7 @@ class Sample:
     live_arrays: number of live JAX arrays.
     blocks_idle: free blocks that still hold a cached prefix.
     blocks_swapped: blocks in host memory.
-    at_rest: whether no request was unfinished.
+    at_rest: whether all requests had ended.
     """
 
     step: int
@@ -222,7 +222,7 @@ def check_growth(numbers: dict[str, float], max_rss_growth_mib: float) -> Violat
 
 
 def summary(users: Users, samples: Sequence[Sample], steps: int, error: Exception | None) -> dict:
-    """Flat numbers: counts of the run, and 1 for the kind of its first violation, 0 for others."""
+    """Flat numbers: counts of the run; and by kind of violation, 1 if it ended the run, else 0."""
     kind = "raised" if error and not isinstance(error, Violation) else getattr(error, "kind", "")
     return {
         "steps": steps,

@@ -34,10 +34,10 @@ class Violation(Exception):
 class Mechanism:
     """A mechanism of the engine that a soak's flags enable, and that must occur in the soak.
 
-    count: its name in `Users.counts`.
-    never: the error message if the count stays 0, up to ' happened'.
-    flags: changes of flags that make it occur, in words.
-    possible: whether it can occur at all.
+    count: name of the mechanism in `Users.counts`.
+    never: the error message if the count stays 0, without its end ' happened'.
+    flags: changes of flags that make the mechanism occur, in words.
+    possible: whether the mechanism can occur with these flags.
     """
 
     count: str
@@ -51,7 +51,7 @@ class Soaked:
     """A policy's part of the soak.
 
     named: engine -> the mechanisms that the policy's options enable.
-    seen: engine -> counts of their occurrences, by `Mechanism.count`.
+    seen: engine -> number of occurrences by mechanism (`Mechanism.count`).
     """
 
     named: Callable[[Any], list[Mechanism]]
@@ -66,7 +66,7 @@ class Asked:
     alone: whether its final output is compared with the request served alone.
     seen: tokens of each sequence in its latest output.
     aborted: whether it was aborted.
-    interrupted: whether Ctrl-C came since it was added, which may have ended it.
+    interrupted: whether Ctrl-C came after the request was added; this may have ended the request.
     """
 
     prompt: list[int]
@@ -92,7 +92,7 @@ def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | 
     """The reason why a final output does not fit its request; None if it fits."""
     how, sequences = asked.how, output.sequences
     reasons = [sequence.finish_reason for sequence in sequences]
-    # Of ranked samples, the aborted ones may not be among the best, which are returned.
+    # Only the best of ranked samples are returned, possibly without the aborted ones.
     aborts = "abort" in reasons
     if not asked.interrupted and not aborts <= asked.aborted <= aborts + how.ranks:
         return f"aborted is {asked.aborted}, and the reasons {reasons}"
@@ -173,7 +173,7 @@ def check_memory(engine: Engine) -> None:
 
 def check_slots(engine: Engine) -> None:
     """Raise Violation unless slots are consistent, and the taken slots equal the slots of running
-    sequences; and likewise for adapter slots and their pins."""
+    sequences. Also checks adapter slots, and that each running request pins its adapter."""
     scheduler, slots, store = engine.scheduler, engine.scheduler.slots, engine.loop.adapter_store
     try:
         slots.check()

@@ -25,11 +25,11 @@ def compare(
     """(difference from the request served alone, or None; number of near ties).
 
     reference: the engine that serves the request alone.
-    tolerance: largest difference of log-probabilities. The lead below which two choices are a near
-        tie is proportional to it.
+    tolerance: largest difference of log-probabilities. Two choices are a near tie if the lead of
+        the first is below a bound that is proportional to the tolerance.
 
-    An aborted sequence must be a prefix of the sequence alone. `asked` must not be an aborted beam
-    search.
+    An aborted sequence must be a prefix of the sequence served alone. `asked` must not be an
+    aborted beam search.
     """
     compared = _compare_beams if asked.how.is_beam_search else _compare_samples
     return compared(output, asked, reference, tolerance)
@@ -134,8 +134,8 @@ def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine, toler
 
 
 def smallest_lead(steps: Sequence[dict], asked: Asked, engine: Engine) -> float:
-    """The smallest margin of a beam search's decisions: which beams continue, which end, and the
-    order of the outputs; a difference of natural log-probabilities or scores.
+    """The smallest margin of a beam search's decisions: a difference of natural log-probabilities
+    or scores. Decisions are which beams continue, which beams end, and the order of the outputs.
 
     steps: the search's events 'beams', in order.
     """

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from paged.engine import Engine
 
 SHORTEST, LONGEST = -4.5, -1.5  # log10 of the seconds until the signal
-AGAIN_S = 1e-3
+AGAIN_S = 1e-3  # seconds until the next signal, if the engine was not in a call
 
 
 class Interruption(KeyboardInterrupt):
-    """A simulated Ctrl-C, as opposed to one of the keyboard."""
+    """A simulated Ctrl-C, as opposed to a Ctrl-C from the keyboard."""
 
 
 class Interrupts:
-    """Interrupts a share of the operations within `around`, only while `engine` is in a call:
-    outputs that the engine has already returned must not be lost."""
+    """Interrupts a share of the operations within `around`, but only while `engine` is in a call,
+    because outputs that the engine has already returned must not be lost."""
 
     def __init__(self, engine: Engine, share: float):
         self._engine, self.share, self._armed = engine, share, False

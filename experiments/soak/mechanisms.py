@@ -13,7 +13,7 @@ from experiments.soak.users import Users
 def named_mechanisms(users: Users) -> list[Mechanism]:
     """The mechanisms that the flags of the engine and of its users enable.
 
-    Raises ValueError for one that cannot occur.
+    Raises ValueError for a mechanism that cannot occur.
     """
     found = [*_of_users(users), *_of_engine(users)]
     if of_policy := SOAKED.get(users.engine.config.policy):

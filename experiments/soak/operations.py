@@ -1,4 +1,4 @@
-"""The operations of users on an engine, each with its probability in every step: OPERATIONS.
+"""OPERATIONS: the users' operations on an engine, each with its probability per step.
 
 Used by experiments/soak/__main__.py. A new feature of the engine needs one more entry.
 """
@@ -117,7 +117,7 @@ def _books(engine: Engine) -> tuple[int, ...]:
 
 
 def _add_twice(users: Users) -> None:
-    """Add a request with the id of an unfinished one; if there is none, an empty prompt."""
+    """Add a request with the id of an unfinished request; if all have ended, an empty prompt."""
     scheduler = users.engine.scheduler
     other = next(iter([*scheduler.running, *scheduler.waiting]), None)
     users.engine.add_request([5] if other else [], request_id=other.request_id if other else None)

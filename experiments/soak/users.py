@@ -49,8 +49,8 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, None, None, 0, 3),
     "prompt_logprobs": (None, None, None, None, 2),
 }
-# SEQUENCES: sequences of a request. Half of the requests for several are beam searches, which keep
-# the parameters BEAMS_TAKE.
+# SEQUENCES: number of sequences of a request. Half of the requests with several sequences are beam
+# searches. Of the drawn parameters, a beam search keeps BEAMS_TAKE.
 MOST_SEQUENCES = 4
 SEQUENCES = (1, 1, 1, 1, 2, 3, MOST_SEQUENCES)
 BEAMS: dict[str, tuple[Any, ...]] = {
@@ -76,7 +76,7 @@ class Users:
     reference: an engine with the same model and ample memory that serves one request at a time.
     check_share: share of the repeatable requests whose outputs are compared with the reference's.
     sampling: values from which parameters are drawn.
-    interrupts: share of operations that Ctrl-C interrupts. Its moments depend on the clock, so a
+    interrupts: share of operations that Ctrl-C interrupts. Their times depend on the clock, so a
         run with interrupts cannot be repeated.
     tolerance: as in `compare`.
 
@@ -110,7 +110,7 @@ class Users:
         rng = random.Random(f"{seed} prefixes")
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
         self._at_rest = holdings(engine)
-        self._held = engine.host_policy.used_units()  # with no unfinished request
+        self._held = engine.host_policy.used_units()  # units in use without unfinished requests
         self._pinned = self._failures = self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
 
@@ -133,7 +133,7 @@ class Users:
                 operation()
         except Interruption:
             interrupted = True
-        # Outside the handler: the exception no longer holds its frames and their objects.
+        # Outside the handler, where the exception no longer holds its frames and their objects.
         if interrupted:
             self._go_on()
 
@@ -192,7 +192,7 @@ class Users:
         self, request_id: str, prompt, how: SamplingParams, rng: random.Random,
         adapter: str | None = None,
     ) -> None:  # fmt: skip
-        """Register a request that the engine has accepted, whose output must come."""
+        """Register an accepted request. The engine must return its output later."""
         repeatable = how.temperature == 0 or how.seed is not None
         alone = repeatable and rng.random() < self.check_share
         self.asked[request_id] = Asked(prompt, how, alone, adapter=adapter)
@@ -216,7 +216,7 @@ class Users:
         in_vain = busy and records == self._records and not engine.scheduler.gate.loading
         self._records = records
         self._without_record = self._without_record + 1 if in_vain else 0
-        # The first step after a pause has no step's results to record yet.
+        # The first step after a pause has no earlier step whose results it could record.
         if self._without_record > 2:
             raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
         self._check_oldest()
@@ -296,8 +296,9 @@ class Users:
             wrong = what_is_wrong(output, asked, self.engine)
             if wrong:
                 raise Violation("wrong_output", f"{name}: {wrong}; {asked.how}")
-            # The request alone does not show how far an aborted beam search came, nor by how many
-            # log-probabilities the samples of an interrupted request were ranked.
+            # Two kinds of outputs are not compared: aborted beam searches, because their length is
+            # unknown, and interrupted requests with several samples, because the number of
+            # log-probabilities that ranked the samples is unknown.
             lone = not (asked.aborted or asked.interrupted) or asked.how.num_sequences == 1
             lone |= not (asked.interrupted or asked.how.is_beam_search)
             if asked.alone and lone:
@@ -321,7 +322,8 @@ class Users:
 
     def _check_oldest(self) -> None:
         """Check that no request stays the oldest for too many steps. The oldest gains a token in
-        every step, in a beam search every second step, so that all end whatever comes later."""
+        every step (in a beam search every second step), so that all requests end, whatever requests
+        arrive later."""
         scheduler = self.engine.scheduler
         unfinished = [*scheduler.running, *scheduler.waiting]
         group = min(unfinished, key=lambda group: group.order, default=None)
@@ -331,7 +333,7 @@ class Users:
         if group is None:
             return
         most = group.limit * group.sampling.num_sequences + 8
-        # Requests that overtook it while it waited for its adapter run to their ends first.
+        # While the oldest waited for its adapter, other requests overtook it. They end first.
         if group.overtaken:
             most += 2 * self.engine.config.max_model_len
         if self._oldest_for > most:

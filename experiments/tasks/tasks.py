@@ -118,8 +118,8 @@ def multiple_values(rng, n: int, least: int, most: int) -> Problem:
 
 
 def ballots(rng, n: int, least: int, most: int, margin: int, ask: str = "*^") -> Problem:
-    """n keys with `least` to `most` votes each. '*' asks for the number of votes, '^' for the
-    winner: a winner only if it leads by `margin`, a number only if it is at most 9.
+    """n keys with `least` to `most` votes each. '*' asks for the number of votes if at most 9. '^'
+    asks for the winner if it leads by `margin` votes or has all votes.
     """
     problem, votes = Problem(), []
     for key in _keys(rng, n):

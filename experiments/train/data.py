@@ -78,7 +78,7 @@ class Batch:
 
 
 class TrainingData:
-    """Training batches. They depend only on the constructor's arguments and those of `batch`.
+    """Training batches. They depend only on the arguments of the constructor and of `batch`.
 
     rewrite: (question, answer) -> the answer to learn; None to keep answers unchanged.
     """

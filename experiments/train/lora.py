@@ -3,8 +3,8 @@
 Each adapter learns one of `experiments.tasks.answer_formats`, in a minute or two on two CPU cores,
 and is written in PEFT's format. Every `evaluate_every` steps the engine serves the current adapter
 on prompts that are not in the training data. Training ends when enough answers are exact. The last
-evaluation uses other prompts, which did not decide when training ends, with and without the
-adapter.
+evaluation uses other prompts, which did not determine the end of training. It runs with and without
+the adapter.
 
     python -m experiments.train.lora --output_dir=results/lora
     python -m experiments.serve --workload=tasks:needle,multikey --adapter_slots=4 \\
@@ -47,7 +47,7 @@ ADAPTERS = [
     "named:4", "bracketed:4", "twice:4", "tail:4", "outer:4", "doubled:8", "reversed:8", "dashed:8",
     "sorted:16",
 ]  # fmt: skip
-CONTEXT, CONTEXTS = 256, (256, 512)  # tokens of prompts in evaluations during training, and last
+CONTEXT, CONTEXTS = 256, (256, 512)  # prompt tokens: evaluations in training, last evaluation
 # Seeds of the prompts of evaluations during training, and of the last evaluation.
 STOPPING_SEED, LAST_SEED = 0, 7
 WHICH = ("exact_match", "exact_match_without_adapter")
@@ -60,7 +60,7 @@ LEAST = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of training, besides format and rank. Each field has a help text.
+    """Options of training, besides answer format and rank. Each field has a help text.
 
     Raises ValueError for values of the wrong type, and for numbers below `LEAST`.
     """
@@ -194,7 +194,7 @@ def expecting(prompts: Mapping[str, Sequence[TaskPrompt]], name: str) -> dict[st
 def train(
     name: str, rank: int, options: Options, p, engine: Engine, folder: Path
 ) -> dict[str, Any]:
-    """Train one adapter and write it to `folder`; its steps, seconds and log."""
+    """Train one adapter and write it to `folder`; returns its steps, seconds and log."""
     stopping = expecting(make_prompts([CONTEXT], options.evaluation_prompts, STOPPING_SEED), name)
     data = TrainingData(
         options.seed, 0.0, options.corpus_characters, partial(answer_formats.answer, name)

@@ -1,8 +1,8 @@
 """The trainer of the bundled model: schedule, optimizer, step, checkpoints.
 
-Lengths, position jumps and learning rates depend only on the tokens seen so far. The data of a step
-depend on these, the seed and the step alone. So a run can be repeated, and a resumed run equals an
-uninterrupted one.
+The probabilities of lengths and tasks, the position jumps and the learning rates depend only on the
+number of steps and training tokens so far. The data of a step depend only on these probabilities,
+the options and the step. So a run can be repeated, and a resumed run equals an uninterrupted run.
 """
 
 import json
@@ -35,8 +35,7 @@ CHECKPOINT = "checkpoint.npz"
 
 @dataclass(frozen=True)
 class Options:
-    """All options that a run depends on, besides the model's configuration. Each field has a help
-    text.
+    """All options of a training run, besides the model's configuration. Each field has a help text.
 
     Raises ValueError for values of the wrong type and for negative numbers.
     """
@@ -82,14 +81,14 @@ def shares_at(schedule: str, tokens: int) -> dict[str, float]:
 
 
 def rate_at(step: int, tokens: int, rates: str) -> float:
-    """The factor on both learning rates: a warm-up over 50 steps, times the linear interpolation
-    between the points of `rates`, 'tokens:factor;...'."""
+    """The factor on both learning rates: the product of a warm-up over 50 steps and the linear
+    interpolation between the points of `rates`, 'tokens:factor;...'."""
     points = np.array([point.split(":") for point in rates.split(";")], float)
     return min(1.0, (step + 1) / 50) * float(np.interp(tokens, points[:, 0], points[:, 1]))
 
 
 def initialise(config: ModelConfig, key, qk_gain: float):
-    """Random parameters."""
+    """Random parameters, with factors on embeddings, head, norms of q and k, `wo` and `w_down`."""
     p = params.init(llama.declare(config), key)
     residual = (2 * config.num_layers) ** -0.5
     factors = {"q_norm": qk_gain, "k_norm": qk_gain, "wo": residual, "w_down": residual}
@@ -175,7 +174,7 @@ def _argmax(config, p, tokens):
 
 
 def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) -> dict[str, float]:
-    """{'task@length': share} of exact matches with teacher forcing, on prompts that are not in the
+    """{'task@length': share of exact matches} with teacher forcing, on prompts that are not in the
     training data."""
     result, vocabulary = {}, build_tokenizer.Vocabulary()
     for name, length in ((name, length) for length in lengths for name in names):
@@ -197,7 +196,7 @@ def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) ->
 
 
 class Trainer:
-    """Parameters, optimizer state, step and tokens: everything that a checkpoint holds."""
+    """A training run. A checkpoint holds parameters, optimizer state, step, tokens, time, log."""
 
     def __init__(self, config: ModelConfig, options: Options, folder: Path):
         self.config, self.options, self.folder = config, options, folder
@@ -228,14 +227,14 @@ class Trainer:
         shares = np.array(list(lengths.values()))
         rng = np.random.default_rng([self.options.seed, 2, step])
         length = int(list(lengths)[rng.choice(len(lengths), p=shares / shares.sum())])
-        # Short sequences come in half batches: induction needs many steps, not many tokens.
+        # Short sequences have half batches, because induction needs many steps, not many tokens.
         budget = self.options.batch_tokens // (2 if length < 256 else 1)
         reach = self.options.max_position if tokens >= self.options.jump_from else 0
         mix = shares_at(self.options.mix, tokens)
         return self.data.batch(step, length, max(1, budget // length), mix, reach)
 
     def advance(self) -> tuple[Batch, float, tuple]:
-        """Train one step while drawing the next batch; (batch, loss, `loss_fn`'s second result)."""
+        """Train one step while drawing the next batch. Returns (batch, loss, `loss_fn`'s aux)."""
         batch = self.ahead.result() if self.ahead else self._draw(self.step, self.tokens)
         count = batch.tokens[:, 1:].size
         self.ahead = self.pool.submit(self._draw, self.step + 1, self.tokens + count)
@@ -258,7 +257,7 @@ class Trainer:
         evaluate_every: float = 1e6,
         evaluation_prompts: int = 16,
     ) -> None:
-        """Train until the token budget, or the limit of minutes (0: none), is used up."""
+        """Train until the token budget or the limit of `minutes` (0: no limit) is used up."""
         self.record(dict(step=self.step, tokens=self.tokens, options=asdict(self.options)))
         began = last_row = last_save = time.monotonic()
         before, next_evaluation = self.seconds, self.tokens + evaluate_every

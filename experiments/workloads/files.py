@@ -59,7 +59,7 @@ def prompt_entry(entry: Any, where: str) -> dict:
 
 
 def read_sharegpt(path: str) -> Iterator[tuple[str, str]]:
-    """The (prompt, answer) of each conversation: its first human turn that a gpt turn follows."""
+    """(prompt, answer) of each conversation: the first human turn right before a gpt turn."""
     for where, entry in read_json_list(path):
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if not isinstance(turns, list):

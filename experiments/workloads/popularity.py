@@ -9,7 +9,7 @@ import numpy as np
 
 from models.peft import CONFIG
 
-SKEW = 1.5  # the paper's Zipf-1.5: each adapter has 1/SKEW of the previous one's requests
+SKEW = 1.5  # the paper's Zipf-1.5: adapter i + 1 gets 1/SKEW of adapter i's requests
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 

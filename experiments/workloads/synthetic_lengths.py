@@ -1,6 +1,6 @@
 """Prompt and output lengths with the means that the vLLM paper publishes (§6.1, Fig. 11).
 
-Only the means are published. The distribution is our choice: log-normal, with sigma a flag.
+Only the means are published. The distribution is our choice: log-normal, with sigma from a flag.
 """
 
 import math
@@ -14,7 +14,7 @@ PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
 # The paper gives no lengths for WMT16. Ours are for English to German, in tokens of LLaMA.
 # Punica §7.2: 1,000 requests with ShareGPT's lengths generate 101k tokens.
 MEANS = PUBLISHED_MEANS | {"translation": (30.0, 40.0), "punica": (161.31, 101.0)}
-# Earlier rounds of a chat. The choice is ours: the paper says that most chats reach 1,024 tokens.
+# Mean number of earlier rounds of a chat, our choice. In the paper most chats reach 1,024 tokens.
 MEAN_EARLIER_ROUNDS = 4
 QUANTILES = 4096
 

@@ -17,7 +17,7 @@ RECORD = "training.json"  # beside an adapter's weights
 def formats(adapters: Sequence[Adapter], model: str) -> dict[str, str]:
     """The answer format of each adapter with a training record, by name of the adapter.
 
-    Raises ValueError for an invalid record, or an adapter of other base weights than `model`'s.
+    Raises ValueError for an invalid record, or for an adapter trained on other base weights.
     """
     records = {a.name: Path(a.folder) / RECORD for a in adapters if a.folder}
     trained = {name: path for name, path in records.items() if path.is_file()}

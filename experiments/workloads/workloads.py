@@ -5,14 +5,14 @@
     prompts:FILE      .jsonl: an object {"prompt", "answer", "max_tokens", "stop", "task"} per line,
                       of which only "prompt" is required; any other file: one prompt per line
     sharegpt:FILE     ShareGPT_V3 conversations (JSON): prompts and output lengths of real chats
-    alpaca:FILE       Stanford Alpaca instructions (JSON): likewise
+    alpaca:FILE       Stanford Alpaca instructions (JSON): prompts and output lengths
     trace:FILE        CSV of arrivals, prompt lengths and output lengths
     tasks:A,B         new prompts of the tasks in experiments/tasks/tasks.py, with their answers
     sharegpt, alpaca  synthetic lengths with the published means (vLLM §6.1)
     translation       a prefix that all requests share, and then a sentence (vLLM §6.4)
     chatbot           the end of a long conversation (vLLM §6.5)
 
-Workloads of lengths alone have prompts of random ordinary tokens, and ignore EOS.
+Workloads that only set lengths have prompts of random ordinary tokens, and ignore EOS.
 """
 
 import math
@@ -36,7 +36,7 @@ FORMS = (
 )
 # The context of the models in vLLM's paper. It also bounds lengths of the paper's workloads.
 PAPER_CONTEXT = 2048
-# vLLM's serving benchmark drops pairs of texts that are shorter or longer than this.
+# vLLM's serving benchmark drops pairs with a shorter text or a longer prompt than this.
 MIN_PAIR_TOKENS, MAX_PAIR_PROMPT = 4, 1024
 PREFIX_TOKENS = {1: 80, 5: 341}  # translation's shared prefix, by number of examples (vLLM Fig. 16)
 
