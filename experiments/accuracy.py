@@ -43,7 +43,7 @@ Systems = Mapping[str, EngineConfig]
 # Compilation dominates small runs. With these flags a system compiles two programs: one for
 # prefills of 512 to 1,024 tokens, and one for decode steps.
 QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
-# (flags, rows) -> pairs of systems to compare, beside those with the first system.
+# (flags, rows) -> further pairs of systems to compare, besides each system with the first.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 
 
@@ -301,7 +301,7 @@ def study[F: AccuracyFlags](
 ) -> Study[F, Any]:  # fmt: skip
     """A study of the accuracy of the systems of `make`, on a model smaller than the paper's.
 
-    measure: replaces `measured`. The other parameters are those of `Study` and `measured`.
+    measure: replaces `measured`. For the other parameters see `Study` and `measured`.
     """
     return Study(
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,

@@ -35,7 +35,7 @@ from paged.simulator.cost_model import FITTED, Fitted, Op, Product
 from paged.simulator.machines import MACHINES, Machine, machine
 
 LAYER = "layer"
-RESTARTS, STEPS = 5, 3000  # of the simplex search: waves rule out methods with derivatives
+RESTARTS, STEPS = 5, 3000  # simplex search, because waves rule out methods with derivatives
 ROOFLINE = (0.61, 0.70)
 BATCHES = (1, 16, 128, 1024, 2**31)  # bounds of the groups of batches in the report, in tokens
 

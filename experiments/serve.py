@@ -34,7 +34,7 @@ from paged.requests.sequence import RequestOutput
 from paged.validation import check_group, validated_prompt
 
 LONGEST_WAIT_S = 0.5  # longest wait for the next request, between checks of `stop_requested`
-# Each request sets the first three itself; the report does not hold log-probabilities.
+# Each request sets its own max_tokens, seed and ignore_eos. The report has no log-probabilities.
 NO_FLAGS = ("max_tokens", "seed", "ignore_eos", "logprobs", "prompt_logprobs")
 
 

@@ -210,7 +210,7 @@ class Study[F: Flags, R]:
     def write(
         self, flags: F, output_dir: str | Path, resume: bool = True, shared: Path | None = None
     ) -> int:
-        """Measure, then write and print the report; the exit status. shared: see `Run`."""
+        """Measure, then write and print the report; returns the exit status. shared: see `Run`."""
         with refusals():
             self.check(flags)
         folder, began = Path(output_dir), time.perf_counter()

@@ -34,9 +34,9 @@ def medians_s(
     least_s: float = 0.0,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of a call of each case, median over rounds. The cases take turns, so that a slow
-    spell of the machine affects all. The first turn is a warm-up.
+    spell of the machine affects all cases. The first turn is a warm-up.
 
-    title: of the progress bar; empty for none.
+    title: title of the progress bar; empty for no bar.
     least_s: a round repeats a case until it takes about this time.
     """
     all_cases = {n: case if isinstance(case, Case) else Case(case) for n, case in cases.items()}

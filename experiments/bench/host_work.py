@@ -76,7 +76,7 @@ class Load:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence, including a few steps before the counted ones."""
+        """Most tokens of a sequence, including a few steps before the measured steps."""
         return LONGEST_PROMPT + self.steps + 8
 
     @property
@@ -89,8 +89,8 @@ class Load:
 class Case:
     """One engine under a mode's load.
 
-    times_us: microseconds of each counted step.
-    running: sequences that decoded in each counted step.
+    times_us: microseconds of each measured step.
+    running: number of sequences that decoded in each measured step.
     """
 
     mode: str

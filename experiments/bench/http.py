@@ -7,7 +7,7 @@ rate. Throughput is measured at the highest, which should exceed what the engine
 round serves the trace in three ways:
 
     offline     the engine in this process
-    unstreamed  the server, in its own process; the client, in this one, waits for whole answers
+    unstreamed  the server in its own process; the client in this process waits for whole answers
     streamed    the same server and client, with an event for each token
 
 The client is a plain socket; it parses the received bytes after the run. Then --disconnects clients
@@ -254,7 +254,7 @@ def check(flags: HttpFlags) -> None:
 
 
 def serve_all(bench: Bench, made: Mapping[float, list[Request]], rounds: int) -> Iterator[Row]:
-    """Serve each trace in all three ways; the trace of the highest rate `rounds` times."""
+    """Serve each trace in all three ways, and the trace of the highest rate `rounds` times."""
     full = max(made)
     plan = [(rate, 0) for rate in sorted(made)] + [(full, i) for i in range(1, rounds)]
     for rate, round_ in tqdm(plan, "serving", unit=" rounds", leave=False):

@@ -268,7 +268,7 @@ def race(
         one = systems[system]
         steps = one.engine.metrics.steps if one.engine else []
         first, compiled = len(steps), compilations.count()
-        time.sleep(0.05)  # until worker threads of the previous system stop spinning
+        time.sleep(0.05)  # time for the previous system's threads to stop spinning
         began, cpu_began = time.perf_counter(), time.process_time()
         outputs = one.generate(prompts, output_tokens)
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began

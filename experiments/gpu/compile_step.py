@@ -20,7 +20,7 @@ Needs the extra `aot`, but no GPU.
 Without a GPU to time matrix products on, the compiler guesses which implementations are fast. It
 splits many products along the contraction (split-K). Their partial sums fit a GPU's L2 cache, but
 are then most of the bytes that a decode step moves beyond the floor. --whole_products disables
-split-K, to count the other bytes.
+split-K, so that the report shows the other bytes.
 """
 
 import math

@@ -41,7 +41,7 @@ def arguments(help: str) -> tuple[str, ...]:
 
 
 def part[T](default: T, leave_out: Collection[str] = ()) -> T:
-    """A field of `Flags` that is a dataclass. leave_out: fields of it that get no flag."""
+    """A field of `Flags` that is a dataclass. leave_out: names of fields without a flag."""
     return dataclasses.field(default=default, metadata={"leave_out": leave_out})
 
 

@@ -78,7 +78,7 @@ class Users:
     sampling: values from which parameters are drawn.
     interrupts: share of operations that Ctrl-C interrupts. Their times depend on the clock, so a
         run with interrupts cannot be repeated.
-    tolerance: as in `compare`.
+    tolerance: tolerance of `compare`.
 
     Raises ValueError if the engine's limits leave no room for requests of every kind.
     """
