@@ -414,7 +414,7 @@ FEATURES: dict[str, Callable[[Bench], None]] = {
 @dataclass(frozen=True)
 class CompositionFlags(Flags):
     presets: tuple[str, ...] = flag(tuple(PRESETS), "columns of the table", choices=tuple(PRESETS))
-    features: tuple[str, ...] = flag(tuple(FEATURES), "columns", choices=tuple(FEATURES))
+    features: tuple[str, ...] = flag(tuple(FEATURES), "lines of the table", choices=tuple(FEATURES))
 
 
 @dataclass(frozen=True)
