@@ -127,7 +127,7 @@ class EngineConfig(CacheConfig):
 
     def _make_options(self) -> None:
         kind, options = policy_of(self.policy).options, self.policy_options
-        # A copied configuration has them from its former policy.
+        # A copy with another policy still has the former policy's `NoOptions`.
         if isinstance(options, NoOptions):
             options = None
         names = {field.name for field in dataclasses.fields(kind)}

@@ -1,4 +1,4 @@
-"""Runners on many machines: an engine in a Ray actor each (extra `cluster`)."""
+"""Runners on many machines, each an engine in a Ray actor (extra `cluster`)."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -46,11 +46,11 @@ class _Actor:
 class RayRunner:
     """A runner in a Ray actor.
 
-    make_engine: is pickled, and called in the actor's process.
+    make_engine: builds the engine. It is pickled, and called in the actor's process.
     options: the actor's options, as for `ray.remote`, such as num_gpus=1. max_restarts is always 0:
         a dead actor must not restart silently. max_concurrency is fixed too.
 
-    The caller calls `ray.init` before. Raises ImportError, naming the extra, where Ray is not
+    The caller must call `ray.init` first. Raises ImportError, naming the extra, where Ray is not
     installed.
     """
 

@@ -27,7 +27,7 @@ def build_step_inputs(
     n, num_prefills, Sp = len(step.slots), step.num_prefills, inputs.num_prefill_rows
     num_decodes = n - num_prefills
 
-    # Prefills fill rows from 0, decodes rows from Sp; slices are filled faster than lists.
+    # Prefills fill rows from 0 on, decodes rows from Sp on. Slices are faster than index lists.
     prefills, decodes = slice(num_prefills), slice(num_prefills, n)
     decode_rows = slice(Sp, Sp + num_decodes)
     parts = [(decodes, decode_rows)] + [(prefills, prefills)] * bool(num_prefills)
@@ -78,9 +78,9 @@ def build_step_inputs(
 
 
 def _write_segments(step: ScheduledStep, slots: Slots, Tp: int, inputs: StepInputs) -> None:
-    """Write the segments, runs of tokens with the same adapter (Punica §6); rows are grouped by
-    adapter already. The last prefill row and the first decode row share a segment only if no
-    padding lies between them."""
+    """Write the segments: runs of tokens with the same adapter (Punica §6). Rows are already
+    grouped by adapter. The last prefill row and the first decode row share a segment only if there
+    is no padding between them."""
     rows = slice(len(step.slots) - len(step.sources))  # forks compute nothing
     adapter, num_prefills = slots.adapter[step.slots[rows]], step.num_prefills
     counts = np.ones(len(adapter), np.int64)

@@ -29,7 +29,7 @@ def _reserved(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 class _Landing:
-    """Transfers to arrays in the host's memory, which are created when the first one arrives."""
+    """Transfers to arrays in the host's memory. The first transfer creates the arrays."""
 
     def __init__(self, num_units: int):
         self._num_units = num_units
@@ -129,7 +129,7 @@ class SlotMover:
         )
 
     def before(self, cache, moves: Moves):
-        """Exports, releases and imports, in this order."""
+        """Export, release and import slot states, in this order."""
         if moves.slot_exports:
             self._land()  # so that earlier exports leave the device
         for part in _parts(moves.slot_exports, SLOTS_PER_CALL, (self._nowhere, -1)):
@@ -172,7 +172,7 @@ class SlotMover:
 
 @shared
 def _unit_programs(shards: Shards, policy: KVPolicy, pool: str):
-    """Copy, export and import."""
+    """The jitted programs of copy, export and import."""
 
     def copy(cache, sources, destinations):
         return policy.copy_units(cache, pool, sources, destinations)
@@ -193,7 +193,7 @@ def _unit_programs(shards: Shards, policy: KVPolicy, pool: str):
 
 @shared
 def _slot_programs(shards: Shards, policy: KVPolicy):
-    """Release, copy, export and import."""
+    """The jitted programs of release, copy, export and import."""
     device: Any = policy
     slots: SlotStateKVPolicy = device
     moved = SPLIT, REPLICATED

@@ -103,7 +103,7 @@ class Prefixes:
         return found.num_tokens
 
     def restart(self, slot: int, sequence: Sequence) -> None:
-        """Count no block of `slot` as published. `confirm` skips blocks that others published."""
+        """Reset `slot` to no published blocks. `confirm` skips blocks that others published."""
         self._published[slot], self._keys[slot] = 0, sequence.group.cache_root
 
     def fork(self, parent: int, child: int) -> None:

@@ -36,7 +36,7 @@ def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
 
     blocks_of: logical pages [...] int32 -> (blocks [..., B] int32, counts [...]): the logical pages
         that queries of each page read, ascending, the page itself last. Entries beyond `counts`
-        may be anything.
+        are undefined.
     """
     Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
     last = inputs.lengths[Sp:] - 1

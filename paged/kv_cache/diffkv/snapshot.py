@@ -27,8 +27,7 @@ class Snapshot:
     """The pages of a shard.
 
     free: free pages, in the order of the free page list.
-    heads: by slot and head (layer * K + KV head), a `Section` for each precision, the highest
-        first.
+    heads: [num_slots][layer * K + KV head], a `Section` for each precision, the highest first.
     """
 
     free: list[int]

@@ -39,7 +39,7 @@ class StreamingHeads:
 
     @property
     def fewest(self) -> int:
-        """Streaming heads of the shard with the fewest of them."""
+        """Number of streaming heads on the shard with the fewest."""
         return min(sum(heads) for heads in self.by_shard)
 
     @property
@@ -52,7 +52,7 @@ class StreamingHeads:
         return jnp.where(positions < self.sink, positions, in_ring)
 
     def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
-        """See `Keeper`. Decided by positions alone."""
+        """See `Keeper`. The kept tokens depend on positions alone."""
         kept = (positions_T < self.sink) | (positions_T >= lengths_T - self.local)
         kept = jnp.broadcast_to(kept[:, None], sums_TxK.shape)
         return [kept] + [jnp.zeros_like(kept)] * (len(alpha) - 1), sums_TxK

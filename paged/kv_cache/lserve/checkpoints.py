@@ -38,7 +38,7 @@ class Ends:
 
 
 class Checkpoints:
-    """The cache of a `BlockPool`: blocks of checkpoints. Keys are keys of prefixes.
+    """The cache of a `BlockPool`. It keeps blocks of checkpoints, by the key of their prefix.
 
     idle: blocks without owners.
     pins: [num_blocks] number of pinned checkpoints that reference each block.
@@ -53,7 +53,8 @@ class Checkpoints:
         self.num_references = self.num_pinned = 0
         self._pinned: dict[bytes, np.ndarray] = {}
         self._cached: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
-        self._references = np.zeros(num_blocks, np.int64)  # of cached checkpoints to each block
+        # References of cached checkpoints to each block.
+        self._references = np.zeros(num_blocks, np.int64)
         self._orphans: list[int] = []  # idle blocks of no checkpoint
         self.ends: dict[int, Ends] = {}
 
