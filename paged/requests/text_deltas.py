@@ -1,4 +1,4 @@
-"""The text of a sequence as its tokens come, in deltas that are never taken back."""
+"""The text of a sequence as its tokens arrive, in deltas that never change later."""
 
 from collections.abc import Iterable
 

@@ -23,7 +23,7 @@ from paged.server.openai_format import (
 from paged.server.service import Service
 
 LONG_BODY = 4096  # bytes above which a body is parsed in a thread
-MAX_DEPTH = 64  # of nested lists and maps
+MAX_DEPTH = 64  # depth of nested lists and maps
 # A bracket, a quote, or the text between them, in pieces short enough to let other threads run.
 _PIECE = re.compile(rb'[][{}"]|[^][{}"]{1,65536}')
 # Fields with the same name and meaning in the API and in SamplingParams.
@@ -44,11 +44,11 @@ TEMPLATE_PARAMETERS = {"tools", "documents", "continue_final_message"}
 async def read[B: Body, T](
     service: Service, request: Request, kind: type[B], use: Callable[[Service, B], T]
 ) -> T:
-    """Parse a request's body as `kind`, and return `use(service, body)`; both in a thread if the
-    body is long. Raises ApiError for a body that is no `kind`.
+    """Parse a request's body as `kind`, and return `use(service, body)`. Both run in a thread if
+    the body is long. Raises ApiError for a body that is no `kind`.
 
     Parsing holds Python's global lock: 0.1 s for the longest allowed body. An overlong list would
-    take seconds, so `check_lengths` refuses it before.
+    take seconds, so `check_lengths` refuses it before parsing.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     content = b"".join([part async for part in request.stream()])
