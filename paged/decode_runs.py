@@ -27,7 +27,8 @@ from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler
 
 LONGEST = 512  # most steps of a run, to bound its arrays [steps, rows]
-REPEATED = ("can_append", "append", "advance", "usage")  # methods that `decode_steps` repeats
+# Methods whose work `decode_steps` does for many steps.
+REPEATED = ("can_append", "append", "advance", "usage")
 
 
 class RunningExecutor(Executor, Protocol):
@@ -99,7 +100,7 @@ class SteadyHost(HostPolicy, Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Dispatched steps: the last step is in flight, the outputs of the others have been applied.
+    """Dispatched steps. The last step is in flight. The outputs of all others have been applied.
 
     steps: number of dispatched steps.
     records: records of the steps whose outputs have been applied, beginning with the step that was
@@ -359,7 +360,7 @@ class DecodeRuns:
 
 @functools.cache
 def _is_steady(policy: type[HostPolicy]) -> bool:
-    """Whether `policy` has `decode_steps`, and no subclass overrides a method that it repeats."""
+    """Whether `policy` has `decode_steps`, and no later subclass overrides a method of REPEATED."""
     classes = policy.__mro__
     first = next((i for i, of in enumerate(classes) if "decode_steps" in vars(of)), len(classes))
     later = {name for of in classes[:first] for name in vars(of)}

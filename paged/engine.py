@@ -338,7 +338,7 @@ class Engine:
         )
         group.pin = True
         self._accept(group)
-        # One change: an interruption before the pin is complete drops it.
+        # An interruption before the pin is complete drops the pin.
         self._half_done = True
         kept = self._pinning.run(group, tokens)
         self._half_done = False
@@ -367,7 +367,7 @@ class Engine:
         """End all requests and reset the loop: after half a change host and device may disagree."""
         for group in list(self.requests.unfinished.values()):
             self.requests.fail(group, self.scheduler.slots)
-        # Logged last: it also ends a request that an interruption left only in the log.
+        # Logged last, because it also ends a request that an interruption left only in the log.
         self.event_log.failure(self.executor.clock.now(), self.loop.round)
         self.loop.reset()
         self._half_done = False

@@ -1,8 +1,8 @@
 """The engine's loop. Each step: schedule → build its inputs → dispatch → apply its outputs.
 
-The host runs one step ahead: it dispatches a step before it has read the previous one's tokens,
-which feed the new step on the device. The end of a sequence is therefore detected one step late;
-the extra token is dropped.
+The host runs one step ahead. It dispatches a step before it has read the previous step's tokens,
+which are inputs of the new step on the device. The end of a sequence is therefore detected one step
+late, and the extra token is dropped.
 """
 
 import time

@@ -28,7 +28,7 @@ class EventLog:
         engine: the first event.
         adapter, arrival, abort, pin: inputs.
         load: a load of an adapter's weights to the device begins.
-        loaded: that load has finished or failed. A replay takes this as an input too.
+        loaded: a load has finished or failed. This is an input of a replay too.
         preempt, admit, schedule: the scheduler's decisions for a step.
         step: the result of a step.
         beams: the result of a step for one beam search.

@@ -35,8 +35,8 @@ def keep_interrupts() -> None:
 
 
 def _send(number: int, hook: CodeType) -> None:
-    """Send the signal to the main thread once it has left the hook: an exception raised in the hook
-    would be lost too."""
+    """Send the signal to the main thread once it has left the hook, because an exception raised in
+    the hook would be lost too."""
     main = threading.main_thread().ident
     assert main is not None
     inside = True

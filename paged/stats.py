@@ -114,7 +114,7 @@ class Tally:
 
 
 def policy_figures(engine: Engine, report: Mapping[str, Any] | None) -> dict[str, float]:
-    """Figures of the running sequences by name: the policy's own gauges, and two further ones:
+    """Figures of the running sequences by name: the policy's own gauges, and two further figures.
 
     context_tokens: tokens computed so far.
     dense_kv_bytes: bytes that the dense policy would hold for these tokens.

@@ -123,7 +123,7 @@ def validated_prompt(
 
 
 def token_ids(what: str, tokens, vocab_size: int) -> np.ndarray:
-    """A list or array as token ids [n] int32. Raises ValueError if it is none. what: the name of
+    """A list or array as token ids [n] int32. Raises ValueError for other values. what: the name of
     `tokens` in errors."""
     # numpy would accept bytes as numbers, and masked tokens as tokens.
     unfit = isinstance(tokens, (*_BYTES, np.ma.MaskedArray))

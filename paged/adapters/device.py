@@ -72,7 +72,7 @@ class DeviceAdapters:
 
     def warm_up(self) -> None:
         """Compile the program that installs a page."""
-        self._set(self._pool.num_pages, self._zeros)  # beyond the last page: all may be in use
+        self._set(self._pool.num_pages, self._zeros)  # beyond the last page, as all may be in use
 
     def _set(self, number: int, content: Pages) -> None:
         pages = self._install(self.resident.pages, np.int32(number), content)

@@ -99,8 +99,8 @@ class BlockPool:
         freed = blocks[self.refcounts[blocks] == 0]
         if self.cache:
             kept = np.array([block in self.cache for block in freed.tolist()], bool)
-            # The last block of a prefix is evicted first: a block can only be found if all blocks
-            # before it are cached.
+            # The last block of a prefix is evicted first, because a block can only be found if all
+            # blocks before it are cached.
             self.cache.idle.update(dict.fromkeys(freed[kept][::-1].tolist()))
             freed = freed[~kept]
         self._push(freed)

@@ -5,9 +5,9 @@ reserve such runs, are in `kv_cache/orca.py`."""
 class BuddyAllocator:
     """Blocks 0 to `size` - 1. At first they form as few runs as possible, the largest run first.
 
-    A run of 2^k blocks starts at a multiple of 2^k. Its two halves are buddies: a run that is too
-    large is split into them, and they merge again when both are free. A request gets the smallest
-    free run that is large enough. Among runs of this size, it gets the run with the lowest start.
+    A run of 2^k blocks starts at a multiple of 2^k. Its two halves are buddies. A run that is too
+    large is split into its buddies, which merge again when both are free. A request gets the
+    smallest free run that is large enough, among runs of equal size the run with the lowest start.
     """
 
     def __init__(self, size: int):
@@ -63,7 +63,7 @@ class BuddyAllocator:
         """Give back the run that begins at `start`."""
         assert start in self._allocated, f"no run begins at block {start}"
         order = self._allocated.pop(start)
-        # A run that was whole at first has no buddy: the buddy would end beyond `size`.
+        # A run that was whole at first has no buddy, because its buddy would end beyond `size`.
         while (buddy := start ^ 1 << order) in self._free[order]:
             self._free[order].remove(buddy)
             start = min(start, buddy)

@@ -285,7 +285,7 @@ class Cluster:
             self.num_evictions += 1
 
     def _lose(self, gpu: Gpu) -> None:
-        """A runner has died: its requests are queued again (§5.3), or end if they cannot move."""
+        """Queue a dead runner's requests again (§5.3), or end them if they cannot move."""
         del self.state.gpus[gpu.uuid]
         for job in gpu.working_set.values():
             job.gpu, job.attempt = None, 0

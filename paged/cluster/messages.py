@@ -11,7 +11,7 @@ from paged.stats import EngineStats, Totals
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """A request as it is sent to a runner; any runner can continue it.
+    """A request in the form that is sent to a runner. Any runner can continue it.
 
     order: order of arrival, which moves do not change.
     arrival_s: arrival in seconds on the cluster's clock.

@@ -21,8 +21,8 @@ def import_ray() -> Any:
 
 
 class _Actor:
-    """The actor. `events` runs the engine in a thread of its own. Ray may make the other calls in
-    any order: `deliver` restores the order from their numbers."""
+    """The actor. `events` runs the engine in its own thread. Ray may reorder the other calls, so
+    `deliver` restores their order from their numbers."""
 
     def __init__(self, make_engine: MakeEngine):
         self._runner = EngineRunner(make_engine())
@@ -56,7 +56,7 @@ class RayRunner:
 
     def __init__(self, make_engine: MakeEngine, options: Mapping[str, Any] | None = None):
         self._ray = import_ray()
-        # Three threads: one runs the engine, the others make the calls from outside.
+        # One of three threads runs the engine. The other two make the calls from outside.
         own = {"max_restarts": 0, "max_concurrency": 3}
         self._remote = self._ray.remote(**{"num_cpus": 1, **(options or {}), **own})(_Actor)
         self._make_engine = make_engine

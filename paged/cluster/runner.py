@@ -227,7 +227,7 @@ class EngineRunner:
 
     def _growth(self, attempt: _Attempt) -> Iterator[Growth]:
         group = attempt.group
-        if group.search is not None:  # Beams replace each other: only the end is reported.
+        if group.search is not None:  # Only the end is reported, because beams replace each other.
             return
         for i, sequence in enumerate(group.sequences):
             start, count = attempt.sent[i], self._known(sequence)

@@ -62,7 +62,7 @@ class SimulatedCluster:
         }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
         self._rebalance_s, self._skip, self._keep_outputs = rebalance_s, skip, keep_outputs
-        self._ahead: dict[str, _Reported] = {}  # by runner in a run of decode steps
+        self._ahead: dict[str, _Reported] = {}  # runs of decode steps, by runner
         self.now = 0.0
 
     def serve(

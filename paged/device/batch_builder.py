@@ -20,7 +20,7 @@ def build_step_inputs(
     """The inputs of a scheduled step, padded to its bucket, and [n] the input row of each scheduled
     row. adapters: whether any are configured.
 
-    Arrays are fresh: the device may read them after the next step is scheduled.
+    Arrays are fresh, because the device may read them after the next step is scheduled.
     """
     Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
     inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width, adapters)

@@ -69,7 +69,7 @@ class Executor(Protocol):
         ...
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
-        """Load a sequence's inputs of sampling: its tokens so far and its logit bias."""
+        """Load a sequence's sampling inputs, which are its tokens so far and its logit bias."""
         ...
 
     def reset(self) -> None:
@@ -181,7 +181,7 @@ class DeviceExecutor:
             self._cache = mover.warm_up(self._cache)
         if self.adapters:
             self.adapters.warm_up()
-        # A slot beyond the last: any other may be in use.
+        # The slot beyond the last is used, because any real slot may be in use.
         self.load_slot(self._state.history.shape[0], np.zeros(0, np.int32), {})
         jax.block_until_ready(self._cache)
 

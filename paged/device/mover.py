@@ -21,8 +21,8 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" el
 
 
 def _reserved(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose memory is allocated as it is written: the swap space of all slots may exceed
-    the machine's memory."""
+    """An array whose memory is allocated as it is written, because the swap space of all slots may
+    exceed the machine's memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=flags)
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)

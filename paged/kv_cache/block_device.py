@@ -23,7 +23,7 @@ class BlockDevice:
         return cache
 
     def report(self, cache) -> None:
-        """Reports nothing: the host half owns all blocks."""
+        """None, because the host half owns all blocks."""
 
     def export_units(self, cache, pool: str, units) -> dict[str, Any]:
         pages = self.pages_of(pool, units)

@@ -120,7 +120,7 @@ class HostPolicy(Protocol):
         return
 
     def free(self, slot: int) -> None:
-        """The sequence has ended or been preempted. Its memory counts as free at once."""
+        """Free the memory of a sequence that has ended or been preempted. It is free at once."""
         ...
 
     def can_swap_out(self, slots: list[int]) -> bool:

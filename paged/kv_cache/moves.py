@@ -78,13 +78,14 @@ class Moves:
         self.slot_copies.append((self.source_of(parent), child))
 
     def source_of(self, slot: int) -> int:
-        """The slot that has the state of `slot` before these moves. One lookup suffices: each
-        parent in `slot_copies` has its own state then, even if it is the child of a later pair."""
+        """The slot that has the state of `slot` before these moves. One lookup suffices, because
+        each parent in `slot_copies` has its own state then, even if it is the child of a later
+        pair."""
         return {child: parent for parent, child in self.slot_copies}.get(slot, slot)
 
     def release(self, slot: int) -> None:
-        """The slot's sequence has left: cancel copies into the slot. A slot is released once, even
-        if several sequences used it before the next step."""
+        """Cancel copies into a slot whose sequence has left, and release the slot. It is released
+        once, even if several sequences used it before the next step."""
         self.slot_copies = [pair for pair in self.slot_copies if pair[1] != slot]
         if slot not in self.released:
             self.released.append(slot)

@@ -12,12 +12,12 @@ blocks is a power of two. The baselines differ in the tokens that they reserve:
 A request that ends frees its run at once. Static batching reuses the room only for the next batch.
 A batch has at most as many requests as one step may begin to prefill.
 
-The true output length is the most tokens that the engine may generate: the group's limit. It is
+The true output length is the most tokens that the engine may generate (the group's limit). It is
 exact for requests that ignore the end-of-sequence token and have no stops, as in the paper.
 For other requests it is an upper bound. Tokens that such a request never generates are counted as
 reserved until it ends.
 
-The device half is the dense policy's: a row of the block table lists the blocks of a run in order.
+The device half is the dense policy's. A row of the block table has the blocks of a run in order.
 """
 
 from collections.abc import Callable
@@ -182,7 +182,7 @@ def _sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     width = -(-config.max_model_len // config.page_size)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
-        """Conservative: each sequence may need the run of max_model_len tokens."""
+        """Conservative, because each sequence may need the run of max_model_len tokens."""
         return num_sequences <= runs.size // runs.run_size(width)
 
     return Sizes((block_pool(config, model, 1),), width, fits)

@@ -1,4 +1,4 @@
-"""Beam search: which beams live on, and which are finished (vLLM §4.4).
+"""Beam search: selection of live beams and of finished hypotheses (vLLM §4.4).
 
 The rules equal transformers' `generate(num_beams=width)`. A step ranks the continuations of all
 beams by one token. A continuation that ends becomes a finished hypothesis if it is among the best

@@ -28,8 +28,8 @@ ARRIVAL = operator.attrgetter("order")
 
 
 class Scheduler:
-    """`schedule` decides a step and counts its tokens as computed; `update` records the sampled
-    tokens, a step later.
+    """`schedule` decides a step, whose tokens are then part of `Slots.computed`. `update` records
+    the sampled tokens, a step later.
 
     gate: holds back requests for reasons other than lack of room.
     """
@@ -75,8 +75,8 @@ class Scheduler:
             self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End one sequence; its blocks are free at once. A step in flight may still write them, but
-        steps run in order: the next owner writes later."""
+        """End one sequence. Its blocks are free at once. A step in flight may still write them, but
+        the next owner writes later, because steps run in order."""
         if sequence.status is Status.RUNNING:
             self._free(sequence, Status.FINISHED)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason

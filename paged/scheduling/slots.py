@@ -56,7 +56,7 @@ class Slots:
     With tokens in flight, computed = length - 1: the next step computes the newest token. Otherwise
     computed < length, with two exceptions. A beam has computed = length once its step is
     dispatched, since the host chooses its next token. For a held sequence, computed includes the
-    tokens shared with its parent, which may be all tokens: the parent computes them for both.
+    tokens shared with its parent, which computes them for both. These may be all tokens.
 
     generation: number of the slot's earlier owners, to recognise results of an earlier owner.
     watched: whether the host must inspect each new token: for the first token's time, stop
@@ -107,8 +107,8 @@ class Slots:
         return (left == 1) & (length < self.limit[slots]) & ~self.held[slots]
 
     def prefill_left(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens [n] of `slots` [n] left for prefill rows. 0 if one token is left: a decode row
-        computes it."""
+        """Tokens [n] of `slots` [n] left for prefill rows. 0 if one token is left, which a decode
+        row computes."""
         left = np.minimum(self.prefill[slots], self.length[slots]) - self.computed[slots]
         return np.where(left > 1, left, 0)
 

@@ -24,7 +24,7 @@ from paged.stats import EngineStats, Totals, summed
 
 log = logging.getLogger("paged.server")
 IDLE_S = 1.0  # longest sleep of a thread without work
-ATTEMPT = 0  # A client's requests have only one attempt: moves are the cluster's.
+ATTEMPT = 0  # The only attempt of a client's request. Moves are hidden in the cluster.
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class Generation:
 
     def _grown(self, i: int, growth: Growth) -> Delta | None:
         """The delta of new tokens; None if there is nothing to send yet. The last tokens wait for
-        `rest`: only the final output has their text."""
+        `rest`, because only the final output has their text."""
         if growth.output.finish_reason is not None:
             return None
         choice, logprobs = self._choice(i, growth.index), growth.output.logprobs

@@ -137,7 +137,7 @@ class Guard:
             await fail(error)
         except ClientDisconnect:  # The client left before the end of its request's body.
             pass
-        except asyncio.CancelledError:  # The server ends; uvicorn would log where the task waited.
+        except asyncio.CancelledError:  # The server ends. uvicorn would log the task's stack.
             if not status:
                 await fail(ApiError(503, "the server has shut down"))
         except Exception:
@@ -157,7 +157,7 @@ class Guard:
     def _check(self, path: str, headers: dict[bytes, bytes]) -> int | None:
         """The index of the request's key among the keys; None for a path without a key."""
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy that goes by the other header would read the rest as another request.
+            # A proxy that uses the other header would read the body's end as another request.
             message = "either Transfer-Encoding or Content-Length, not both"
             raise ApiError(400, message, headers={"Connection": "close"})
         length = headers.get(b"content-length", b"0")

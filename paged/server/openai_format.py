@@ -13,7 +13,7 @@ from paged.checks import help_of
 from paged.requests.sampling_params import SamplingParams
 from paged.validation import PromptTooLong
 
-CLIENT_LEFT = 499  # for logs and metrics only: the client has gone
+CLIENT_LEFT = 499  # status in logs and metrics of a request whose client has disconnected
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_FIELDS = 1000  # fields of a map
@@ -62,7 +62,7 @@ def engine_error(error: ValueError, names: Mapping[str, str], default: str) -> A
 
 
 def body_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error of a body that pydantic refuses: all reasons for the first wrong field."""
+    """The error of a body that pydantic refuses, with all reasons for the first wrong field."""
     if not errors or not errors[0]["loc"]:
         if errors and errors[0]["type"] == "json_invalid":
             return ApiError(400, f"the body is no JSON: {errors[0]['ctx']['error']}")
@@ -111,7 +111,8 @@ Unsupported = Annotated[
 
 
 class Body(BaseModel):
-    """A request body: only declared fields, only of the declared types; null is the default."""
+    """A request body. It may have only declared fields of the declared types. A null is the
+    default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -49,7 +49,7 @@ class Pace:
         self._busy_since_s = now()
 
     def begin(self) -> None:
-        """Restart the measurement: the server was idle until now."""
+        """Restart the measurement after the server was idle."""
         self._busy_since_s = self._now()
         self._ends.clear()
 

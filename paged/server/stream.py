@@ -218,7 +218,7 @@ class EventStream(Response):
             await write(_event(error.content))
         except (ClientLeft, TimeoutError):
             raise
-        except Exception:  # The status has been sent: only an event can report the failure.
+        except Exception:  # The status has been sent, so only an event can report the failure.
             log.exception("a stream has failed")
             failure = ApiError(500, "the server has failed; its log says where")
             await write(_event(failure.content))

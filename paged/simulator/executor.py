@@ -49,7 +49,7 @@ class _SimulatedOutputs:
 class SimulatedExecutor:
     """The interface of `DeviceExecutor` over a cost model and a virtual clock.
 
-    Steps queue as on a device: a step starts when the previous step has ended, so an engine that
+    Steps queue as on a device. A step starts when the previous step has ended, so an engine that
     dispatches ahead sees the same lag.
 
     cost: StepInputs -> seconds of a step; `LinearCost` by default. Optional methods:

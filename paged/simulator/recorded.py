@@ -40,8 +40,11 @@ class RecordedTokens:
                 self._steps[number] = dict(zip(map(int, slots[number]), tokens.T, strict=True))
 
     def sample(self, number: int, inputs: StepInputs) -> StepOutputs:
-        """The recorded outputs of step `number`: tokens [I, S] int32, NO_TOKEN where a row samples
-        nothing; log-probabilities of beam candidates, if there are beams; the policy's report.
+        """The recorded outputs of step `number`.
+
+        tokens: [I, S] int32, NO_TOKEN where a row samples nothing.
+        logprobs: log-probabilities of beam candidates; None without beams.
+        report: the policy's report.
 
         Raises ValueError if the log lacks the step, or a token that the step samples.
         """

@@ -170,9 +170,9 @@ class StepCost:
         return seconds
 
     def _swap_s(self, pool: Pool, units: int) -> float:
-        """Seconds to swap `units` units. Without `Layout.swap_copies` units move in calls of
-        `units_per_call` units, padded: a launch gathers or scatters a call's units in one array,
-        and one copy moves the array over PCIe."""
+        """Seconds to swap `units` units. If `Layout.swap_copies` is 0, units move in padded calls
+        of `units_per_call` units. For each call, a launch gathers or scatters the units in one
+        array, and one copy moves the array over PCIe."""
         unit_bytes = pool.unit_bytes / self.model.num_shards
         if of_unit := self.layout.swap_copies:
             return self.costs.copies_s(of_unit * units, units * unit_bytes)

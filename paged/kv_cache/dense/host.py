@@ -101,7 +101,7 @@ class DenseHost(BlockHost):
             if sequence.parent:
                 needed -= self.block_tables.blocks_for(sequence.shared)
             elif self.prefixes:
-                # Only cached blocks with owners need no free block: idle ones are still free.
+                # Cached blocks without owners are in the free count, so `needed` includes them.
                 needed -= int((self.pool.refcounts[self.prefixes.find(sequence).blocks] > 0).sum())
         return self.pool.can_allocate(needed)
 
@@ -115,8 +115,8 @@ class DenseHost(BlockHost):
         elif self.prefixes:
             computed = self.prefixes.adopt(slot, sequence)
         self._computed[slot] = computed
-        # Replayed tokens grow step by step again: allocating them now would copy the shared last
-        # block before the parent has computed it.
+        # Blocks of replayed tokens are allocated step by step. Allocating them here would copy the
+        # shared last block before the parent has computed it.
         num_tokens = len(sequence.prefill_tokens(self._replays))
         self.append(np.array([slot]), np.array([num_tokens]))
         return computed

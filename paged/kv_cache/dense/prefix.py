@@ -1,4 +1,4 @@
-"""The prefix cache over block tables: which blocks of a sequence other sequences may share."""
+"""The prefix cache over block tables: blocks of a sequence that other sequences may share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

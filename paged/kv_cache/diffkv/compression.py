@@ -29,10 +29,10 @@ window and new tokens are in the highest precision.
     repository  A token that is moved down replaces the least significant token of its new precision
                 if the replaced token is below its threshold. The replaced token is moved down too
 
-So a step is a chain: the new token replaces a token of the highest precision, the replaced token
+So a step is a chain. The new token replaces a token of the highest precision, the replaced token
 replaces a token of a lower precision, and so on, until a token is added or dropped. A token leaves
-a precision only if another takes its place. So no precision's token count shrinks, at most one
-grows, by one, and a head needs at most one page.
+a precision only if another token takes its place. So no precision's token count shrinks. At most
+one precision's count grows, by one token, and a head needs at most one page.
 
 Two baselines keep a budget of tokens in each head, all in one precision:
 

@@ -281,7 +281,7 @@ class DiffKVPolicy:
                     extremes, to, place[1], coming.keys, ~replaces[:, level]
                 )
             coming = leaving.where(replaces[:, level], coming)
-        # All query heads of a KV head read the same pages: gathering them adds no reads.
+        # All query heads of a KV head read the same pages, so gathering them adds no reads.
         q, read = self.shared.gather(q_SxHxD), Read(tables, counts, ())
         if layout.reads:
             selects = jnp.ones(R, bool) if streams is None else ~jnp.tile(streams, S)

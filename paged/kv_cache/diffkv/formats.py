@@ -1,5 +1,5 @@
-"""Formats of unified pages (DiffKV §5.1): all pages have one size; lower precisions hold more
-tokens."""
+"""Formats of unified pages (DiffKV §5.1). All pages have one size. Pages of lower precision hold
+more tokens."""
 
 import itertools
 from collections.abc import Sequence

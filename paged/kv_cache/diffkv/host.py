@@ -200,8 +200,8 @@ class DiffKVHost(HostPolicy):
     def _pin_of(self, sequence: Sequence) -> tuple[int, int]:
         """(number, tokens) of the longest pinned prefix of a sequence; (0, 0) if it has none.
 
-        (0, 0) also if log-probabilities of the prompt are requested, and for all sequences of a
-        group but the first, which may take the stage in the same step."""
+        (0, 0) also if log-probabilities of the prompt are requested, and for every sequence after
+        the first of its group: an earlier sequence may take the stage in the same step."""
         group, best = sequence.group, (0, 0)
         if not self._pinned or group.misses_prompt_logprobs or sequence is not group.unfinished[0]:
             return best
@@ -253,7 +253,7 @@ class DiffKVHost(HostPolicy):
         self._known[:, slot], self._needs[slot] = 0, 0
 
     def can_swap_out(self, slots: list[int]) -> bool:
-        """False for a prompt with staged chunks: it is recomputed instead."""
+        """False for a prompt with staged chunks, which is recomputed instead."""
         return not self._is_staged(slots).any() and self._host_pool.can_allocate(
             int(self._held[slots].sum())
         )

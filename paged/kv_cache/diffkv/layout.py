@@ -172,7 +172,7 @@ class Layout:
         return pages, kept
 
     def growth(self, num_tokens):
-        """Most pages that `num_tokens` more tokens take, whatever the heads hold. A token takes at
+        """Most pages that `num_tokens` more tokens take, for any content of heads. A token takes at
         most one page in each head, as only one precision grows. One token of each precision may
         begin a page; each further page needs at least the tokens of a highest-precision page."""
         P, levels = self.formats[0].tokens, self.levels
@@ -284,7 +284,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         prompt_tile=options.prompt_tile,
         pins=options.pins,
     )
-    # A head that selects as many pages as it can have reads all pages: no selection is needed.
+    # A head that selects as many pages as it can have reads all pages, so it needs no selection.
     if options.reads and options.reads.count < layout.worst_of_head(layout.longest):
         layout = replace(layout, reads=options.reads)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards

@@ -113,7 +113,7 @@ class TopPages:
             rank = jnp.cumsum(mine, axis=1) - 1
             ids = jnp.take_along_axis(tables_RxM, run.column(number), axis=1)
             tables = tables.at[row, jnp.where(mine, run.column(rank), M)].set(ids, mode="drop")
-            # Chosen pages are in order: the last page, which may not be full, stays last.
+            # Chosen pages are in order, so the last page, which may not be full, stays last.
             with_last = (mine & (number == of_level - 1)).any(1)
             lacks = held[:, level] * P - counts_RxI[:, level]
             read = mine.sum(1) * P - jnp.where(with_last, lacks, 0)

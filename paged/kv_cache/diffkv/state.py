@@ -178,7 +178,7 @@ def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, imple
     read = jnp.where(real[..., None], before + grows, 0)
     by_layer = read.reshape(len(slots), layout.layers, layout.heads, layout.levels)
     schedules = None
-    if not layout.reads:  # with page selection, each layer reads its own pages
+    if not layout.reads:  # page selection reads other pages in each layer
         schedules = jax.vmap(
             lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
             in_axes=1,

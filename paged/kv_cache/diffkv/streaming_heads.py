@@ -1,7 +1,7 @@
-"""Streaming heads on device pages: they keep a sink and the last tokens, whatever the scores
-(LServe §3.3, DuoAttention).
+"""Streaming heads on device pages: they keep a sink and the last tokens, for any scores (LServe
+§3.3, DuoAttention).
 
-All of their tokens are in the highest precision. The last tokens are a ring behind the sink: a new
+All of their tokens are in the highest precision. The last tokens are a ring behind the sink. A new
 token replaces the token that leaves the window. So the tokens of a streaming head, and their
 places, depend only on positions. Queries of a prompt attend to the whole prompt, as in other heads;
 the window applies from the first generated token on.

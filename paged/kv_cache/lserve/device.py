@@ -1,8 +1,8 @@
 """Device half of LServe's policy: streaming heads read their window, dense heads selected pages.
 
-Heads are in the order of `head_order`: in each layer the dense heads come first. The paged
-attention ops get shorter page tables: in prefill one for each page of queries, in decode one for
-each row and head, so that short tables do not wait for long ones.
+Heads are in the order of `head_order`, with the dense heads of each layer first. The paged
+attention ops get shorter page tables. Prefill has one for each page of queries, decode one for each
+row and head, so that short tables do not wait for long ones.
 
 If keys and values are quantised, every query reads the quantised ones, in prompts too. So output
 does not depend on how the load splits a prompt into chunks. (QServe, the base of the authors' code,
@@ -148,8 +148,8 @@ class LServePolicy(BlockDevice):
 
     @property
     def _prefill(self) -> str | None:
-        """The implementation of prefill. Its kernels cannot read quantised pages: the default is
-        then "xla". Plans must be made for the same implementation."""
+        """The implementation of prefill. Its kernels cannot read quantised pages, for which the
+        default is "xla". Plans must be made for the same implementation."""
         quantised = self.layout.format is not None and self.implementation is None
         return "xla" if quantised else self.implementation
 

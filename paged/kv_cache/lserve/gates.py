@@ -55,7 +55,8 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
 
 def _table(text: str) -> list[list[float]]:
     """The numbers [L, K] of a tab-separated file, without comments. Trained gates outside [0, 1] by
-    a rounding error are clipped, as in DuoAttention's loader. `checked_gates` rejects others."""
+    a rounding error are clipped, as in DuoAttention's loader. `checked_gates` rejects larger
+    errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # loadtxt warns if a file is empty
         gates = np.loadtxt(io.StringIO(text), ndmin=2)

@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def dense_pages(self) -> int:
-        """Pages of a shard's dense pool: the first page of streaming heads."""
+        """Number of pages of a shard's dense pool, which is the first page of streaming heads."""
         return self.max_heads[0] * self.num_blocks[0]
 
     @property

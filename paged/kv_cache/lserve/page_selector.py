@@ -62,7 +62,7 @@ def select(
 
 
 def _random_pages(layer, numbers_J, positions_S, num_pages_SxJ, M: int, count: int):
-    """[S, J, count] random pages without the newest one: a baseline for selection by keys."""
+    """[S, J, count] random pages without the newest page, as a baseline of selection by keys."""
     key = jax.random.fold_in(jax.random.key(0), layer)
 
     def of_head(at, number):

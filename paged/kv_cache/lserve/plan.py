@@ -31,8 +31,8 @@ NEVER = -1  # the owner of the slot has not selected yet
 class PrefillPlan:
     """lists: [I, B] block lists of streaming heads.
     blocks: [I, B] blocks of these lists in the streaming pool.
-    schedules: number of dense heads -> (schedules of dense heads, one for each distinct window;
-        schedule of streaming heads).
+    schedules: number of dense heads -> (schedules of dense heads, schedule of streaming heads).
+        Dense heads have a schedule for each distinct window.
     runs: runs of the chunks' keys.
     hybrid: kernel schedule of both kinds of heads in one launch, instead of `schedules`.
 

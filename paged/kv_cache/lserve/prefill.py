@@ -52,7 +52,7 @@ def prefill(
             schedule=schedule, implementation=implementation, **how,
         )  # fmt: skip
 
-    # The gather is outside of the branches: a collective needs all shards, but shards with
+    # The gather is outside of the branches, because a collective needs all shards, but shards with
     # different numbers of dense heads take different branches.
     telling = None
     if sparse is not None and plan.segments is not None:
