@@ -23,7 +23,7 @@ MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 @dataclass(frozen=True)
 class EngineConfig(CacheConfig):
-    """How an engine runs: its memory, its steps, its policy and its adapters.
+    """The configuration of an engine's memory, steps, policy and adapters.
 
     Raises ValueError for values of the wrong type, and for values that cannot work, alone or in
     combination.

@@ -10,7 +10,7 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
 
-NO_TOKEN = -2  # stands in the log for a row that samples nothing in an iteration
+NO_TOKEN = -2  # value in the log for a row that samples nothing in an iteration
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class LiveRunner(Runner, Protocol):
 
 class LiveCluster:
     """Drives a `Cluster` by the events that its runners post. Use it in a `with` statement, which
-    starts the runners and closes them. All calls but `wake` come from one thread.
+    starts the runners and closes them. One thread must make all calls except `wake`.
 
     runners: the runners, by UUID.
     rebalance_s: the period of consolidation, in seconds.

@@ -8,7 +8,7 @@ from typing import Literal
 class Capabilities:
     """What a policy can do. `EngineConfig` rejects configurations that need more.
 
-    fork: 'anywhere' if a sequence can share any prefix of another sequence; 'computed' if it can
+    fork: 'anywhere' if a sequence can share any prefix of another sequence. 'computed' if it can
         share only all computed tokens of the other sequence, so that only equal prompts share.
     prefix_cache: full blocks can be kept for later prompts.
     unshared_from: shortest prompt, in tokens, that shares no cached prefixes; 0: all share.

@@ -9,7 +9,7 @@ import numpy as np
 
 from models.config import Attention
 
-EVERYTHING = np.iinfo(np.int32).max  # stands in arrays for no window
+EVERYTHING = np.iinfo(np.int32).max  # value in arrays for layers without a window
 
 
 def by_window(attention: Attention, layer, run: Callable[[int | None], Any]):

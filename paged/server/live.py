@@ -23,7 +23,7 @@ MAX_REQUESTS = 64  # requests shown one by one
 class PoolMap:
     """The owners of a pool's units of KV memory.
 
-    units_per_cell: units for which a cell stands.
+    units_per_cell: number of units that a cell represents.
     cells: the owner (`HostPolicy.owners`) of each cell's first unit, int32 [MAX_CELLS at most].
     """
 

@@ -14,8 +14,8 @@ class Reads(NamedTuple):
 
     query_starts: [Rp + 1] first query of each prompt row.
     tables: [R, M] blocks of each row, in token order.
-    lengths: [R] tokens of these blocks that the row's last query reads. Each earlier query reads
-        one token less than the next.
+    lengths: [R] tokens that the row's last query reads from the row's blocks. Each earlier query
+        reads one token less than the next.
     """
 
     query_starts: jax.Array

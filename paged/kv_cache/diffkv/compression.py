@@ -67,8 +67,8 @@ def budget_tokens(budget, lengths):
 class Found(NamedTuple):
     """Tokens that may leave their precision.
 
-    Index `CANDIDATE`: the token that leaves the window when the next token comes. From index
-    `HIGHEST` on: the least significant token outside the window, for each of I precisions.
+    Index `CANDIDATE` is the token that leaves the window when the next token is added. The indices
+    from `HIGHEST` on are the least significant token of each of I precisions outside the window.
 
     at: [..., 1 + I] int32, place of the token in its precision.
     mean: [..., 1 + I] float32, significance of the token, `NOBODY` if there is no token.

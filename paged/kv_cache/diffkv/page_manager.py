@@ -3,9 +3,9 @@ list and the bidirectional page tables (DiffKV §5.2, §5.3).
 
 A head is a KV head of one layer in one sequence slot; a slot has H = L * K heads. Heads hold
 different numbers of pages of each of I precisions. Every function serves all heads of a step at
-once: a prefix sum over the pages that heads take or free gives each head its own part of the free
-page list. No function moves keys and values. The host must ensure that there are enough free pages:
-no function checks their number.
+once. A prefix sum over the pages that heads take or free assigns to each head its own part of the
+free page list. No function moves keys and values. No function checks that there are enough free
+pages, which the host must ensure.
 """
 
 from dataclasses import replace

@@ -81,7 +81,8 @@ class Recording:
         layer of the same relative depth; its heads use that layer's heads in turn.
 
         layers, heads: layers of the model, and KV heads of each.
-        streams: [layers * heads] bool, streaming heads, which use no recorded head; or None."""
+        streams: [layers * heads] bool, streaming heads, which use no recorded head; None if no head
+            streams."""
         L, K = self.prompt.shape[1:3]
         number = np.arange(layers * heads)
         recorded = (number // heads * L // layers) * K + number % K

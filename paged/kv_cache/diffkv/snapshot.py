@@ -14,7 +14,7 @@ class Section:
     """The tokens that a head keeps in one precision.
 
     pages: page ids.
-    positions, scores: one entry for each token; no scores if pages store none.
+    positions, scores: one entry for each token. `scores` is empty if pages store no scores.
     """
 
     pages: list[int]
