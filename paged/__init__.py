@@ -18,7 +18,7 @@ _MODULES = {
 
 
 def __getattr__(name: str):
-    """Import the engine on first use: `paged.interrupts` and others need less."""
+    """Import the engine on first use: modules such as `paged.interrupts` do not need it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

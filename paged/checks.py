@@ -1,4 +1,4 @@
-"""For frozen dataclasses that users construct: help texts of fields, and checks of values."""
+"""Help texts of fields, and checks of values, for frozen dataclasses that users construct."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def is_real(value) -> bool:
 
 
 def is_text(value) -> bool:
-    """Whether `value` is a string that can be encoded: half a surrogate pair cannot."""
+    """Whether `value` is a string that can be encoded, which half a surrogate pair cannot be."""
     if not isinstance(value, str):
         return False
     try:

@@ -23,7 +23,7 @@ MAX_HOST_BYTES = 4 * 2**30  # 1,024 sequences of a million tokens
 
 @dataclass(frozen=True)
 class EngineConfig(CacheConfig):
-    """How an engine runs: its memory, its steps, its policy and its adapters.
+    """The configuration of an engine's memory, steps, policy and adapters.
 
     Raises ValueError for values of the wrong type, and for values that cannot work, alone or in
     combination.
@@ -127,7 +127,7 @@ class EngineConfig(CacheConfig):
 
     def _make_options(self) -> None:
         kind, options = policy_of(self.policy).options, self.policy_options
-        # A copied configuration has them from its former policy.
+        # A copy with another policy still has the former policy's `NoOptions`.
         if isinstance(options, NoOptions):
             options = None
         names = {field.name for field in dataclasses.fields(kind)}

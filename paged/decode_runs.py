@@ -1,11 +1,11 @@
 """Decode runs: consecutive steps that only decode, executed in one call in simulated time.
 
-A run equals the engine's loop step by step as long as the scheduler would decide the same in each
-step: the same rows decode, no row ends, and no waiting request is admitted. This module decides
-nothing: a run begins after a step in which the scheduler admitted nobody, and ends before the first
-step in which the scheduler might decide anything else. The policy still decides how memory grows.
-After a step with prefills, or in which rows end, the run is one step long: the engine takes in the
-earlier step as usual, and its rows may differ from those that follow.
+A run equals the engine's loop, because the scheduler would decide the same in each step: the same
+rows decode, no row ends, and no waiting request is admitted. A run begins after a step in which the
+scheduler admitted no request. It ends before the first step in which the scheduler might decide
+anything else. The policy still decides how memory grows. After a step with prefills, or with rows
+that end, a run has only one step, because the earlier step's rows may differ from the run's rows.
+The engine then applies the earlier step's outputs as usual.
 
 The steps of a run have records, but no events in the log.
 """
@@ -26,8 +26,9 @@ from paged.metrics import StepRecord, memory_facts
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler
 
-LONGEST = 512  # steps of a run: bounds its arrays [steps, rows]
-REPEATED = ("can_append", "append", "advance", "usage")  # what `decode_steps` repeats
+LONGEST = 512  # most steps of a run, to bound its arrays [steps, rows]
+# Methods whose work `decode_steps` does for many steps.
+REPEATED = ("can_append", "append", "advance", "usage")
 
 
 class RunningExecutor(Executor, Protocol):
@@ -40,7 +41,7 @@ class RunningExecutor(Executor, Protocol):
 
     @property
     def device_free_s(self) -> float:
-        """When the last dispatched step ends."""
+        """End of the last dispatched step, in seconds."""
         ...
 
     def decode_times(
@@ -48,7 +49,7 @@ class RunningExecutor(Executor, Protocol):
     ) -> np.ndarray:
         """Seconds [k] of k steps that each compute one token of every row.
 
-        slots: [n] of the rows.
+        slots: [n] slots of the rows.
         contexts: [k, n] tokens of each row after the step.
         adapters: [n] adapter slots, -1 for none.
         """
@@ -60,7 +61,8 @@ class RunningExecutor(Executor, Protocol):
         ...
 
     def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Count a step that computes one token of each of slots [n], up to `num_tokens` [n]."""
+        """Advance the policy's simulated device half by a step that computes one token of each of
+        `slots` [n], up to `num_tokens` [n] tokens."""
         ...
 
     def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
@@ -74,18 +76,19 @@ class RunningExecutor(Executor, Protocol):
 
 
 class SteadyHost(HostPolicy, Protocol):
-    """A host half whose free memory only shrinks while rows decode: a request that had no room
-    still has none."""
+    """A host half whose free memory only shrinks while rows decode, so that a request without room
+    stays without room."""
 
     def decode_steps(
         self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
     ) -> list[Usage]:
-        """Grow slots [n] by one token a step: equals `append` and `advance` step by step.
+        """Grow slots [n] by one token a step, like `append` and `advance` in each step.
 
         Stops after `most` steps, or before the first step that lacks room (`can_append`) or would
         move a block. Returns the usage after each step.
 
-        number: of the first step. num_tokens: [n] tokens after the first step.
+        number: number of the first step.
+        num_tokens: [n] tokens after the first step.
         """
         ...
 
@@ -97,13 +100,13 @@ class SteadyHost(HostPolicy, Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Dispatched steps: the last one is in flight, the others have been taken in.
+    """Dispatched steps. The last step is in flight. The outputs of all others have been applied.
 
-    steps: how many the run dispatched.
-    records: of the steps taken in, beginning with the step that was in flight before the run; empty
-        if that step has not been taken in.
+    steps: number of dispatched steps.
+    records: records of the steps whose outputs have been applied, beginning with the step that was
+        in flight before the run; empty if that step's outputs have not been applied.
     flight: the last step.
-    clock_s: the end of the newest step that was taken in.
+    clock_s: the end of the newest step whose outputs have been applied.
     """
 
     steps: int
@@ -116,7 +119,7 @@ class Run:
 class Ahead:
     """The next k steps, which only decode, if no request arrives or is aborted in between.
 
-    ends_s: [k] the clock after the engine call that takes in each step.
+    ends_s: [k] the clock after the engine call that applies each step's outputs.
     free: [k] free tokens of KV memory at that time.
     """
 
@@ -126,12 +129,13 @@ class Ahead:
 
 @dataclass(frozen=True)
 class _Certain:
-    """The k steps after the one in flight that need no decision of the scheduler, if memory allows.
+    """The k steps after the step in flight that need no decision of the scheduler, if they have
+    enough memory.
 
     slots: [n] slots of their rows.
     lengths: [n] tokens after the first step.
     ends_s: [k + 1 or more] end of the step in flight, and of each step.
-    tokens: [k + 1, n] sampled by the step in flight, and by each step.
+    tokens: [k + 1, n] tokens sampled by the step in flight, and by each step.
     """
 
     slots: np.ndarray
@@ -161,7 +165,7 @@ class DecodeRuns:
     ):  # fmt: skip
         self._config, self._scheduler, self._executor = config, scheduler, executor
         self._eos = np.array(eos_token_ids, np.int64)
-        self._seen: tuple[InFlight, _Certain] | None = None  # an earlier result for `next`
+        self._seen: tuple[InFlight, _Certain] | None = None  # result to reuse in `_certain`
 
     @classmethod
     def possible(
@@ -251,8 +255,8 @@ class DecodeRuns:
         return _Certain(slots, lengths, ends, tokens[: most + 1]) if most else None
 
     def _rows(self, flight: InFlight) -> tuple[np.ndarray, bool] | None:
-        """(slots of the next step's rows, whether the step in flight has the same rows and ends
-        none of them); None if the scheduler must decide."""
+        """(slots of the next step's rows, whether the step in flight has the same rows, none of
+        which ends); None if the scheduler must decide."""
         scheduler, step, s = self._scheduler, flight.step, self._scheduler.slots
         if scheduler.waiting and not scheduler.nobody_enters:
             return None
@@ -275,15 +279,15 @@ class DecodeRuns:
         return slots, same
 
     def _takes_one(self) -> bool:
-        """Whether a run of one step can follow a step with other rows. It needs run_ahead, a
-        `SteadyHost`, and no request that waits for prefill room, which the other rows took."""
+        """Whether a run of one step can follow a step with other rows. Such a run needs run_ahead
+        and a `SteadyHost`. No request may wait for prefill room, which the other rows took."""
         scheduler = self._scheduler
         waits_for_room = scheduler.waiting and scheduler.lacked_room
         steady = _is_steady(type(scheduler.policy))
         return self._config.run_ahead and steady and not waits_for_room
 
     def _can_grow(self) -> bool:
-        """Whether a run is possible now. If the host half is no `SteadyHost`, it needs run_ahead
+        """Whether a run is possible now. If the host half is no `SteadyHost`, a run needs run_ahead
         and an empty queue."""
         alone = self._config.run_ahead and not self._scheduler.waiting
         return alone or _is_steady(type(self._scheduler.policy))
@@ -291,7 +295,7 @@ class DecodeRuns:
     def _grow(
         self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
     ) -> list[Usage]:
-        """As `SteadyHost.decode_steps`; other hosts grow step by step."""
+        """See `SteadyHost.decode_steps`. Other hosts grow step by step."""
         policy, usages = self._scheduler.policy, []
         if _is_steady(type(policy)):
             return cast(SteadyHost, policy).decode_steps(number, slots, num_tokens, most)
@@ -356,7 +360,7 @@ class DecodeRuns:
 
 @functools.cache
 def _is_steady(policy: type[HostPolicy]) -> bool:
-    """Whether `policy` has `decode_steps`, and no subclass overrides a method that it repeats."""
+    """Whether `policy` has `decode_steps`, and no later subclass overrides a method of REPEATED."""
     classes = policy.__mro__
     first = next((i for i, of in enumerate(classes) if "decode_steps" in vars(of)), len(classes))
     later = {name for of in classes[:first] for name in vars(of)}

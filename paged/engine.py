@@ -141,8 +141,8 @@ class Engine:
         arrival_time: seconds on the engine's clock, now by default.
         stream: whether `step` returns the output whenever it grows, not only at its end.
         cache_salt: cached prefixes are shared only among requests with equal salt and adapter.
-        adapter: its name; None for the base model. If it cannot be loaded, the request ends with
-            'error'.
+        adapter: name of the adapter; None for the base model. If the adapter cannot be loaded, the
+            request ends with 'error'.
         known_output: each sequence's output from another engine's stream; the request continues
             it (Punica §5.3).
 
@@ -210,7 +210,7 @@ class Engine:
         return bool(self._half_done or left or self.loop.is_in_flight)
 
     def skip_rounds(self, count: int) -> None:
-        """Count rounds of an engine that has nothing to do, without running them."""
+        """Advance `EngineLoop.round` by `count` rounds of an idle engine, without running them."""
         assert not self.has_unfinished()
         self.loop.round += count
 
@@ -218,9 +218,9 @@ class Engine:
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """Dispatch the next step and take in the previous one. Returns outputs of requests that
-        ended, and of streamed requests that grew. The outputs of `generate` and `stream` go to
-        these calls instead.
+        """Dispatch the next step and apply the previous step's outputs. Returns outputs of requests
+        that ended, and of streamed requests that grew. `generate` and `stream` return the outputs
+        of their own requests instead.
 
         If this or another call fails or is interrupted halfway, all requests end with reason
         'error', and the engine starts afresh, without cached and pinned prefixes. The outputs of
@@ -232,7 +232,7 @@ class Engine:
 
     @exclusive
     def run_until(self, until_s: float) -> list[RequestOutput]:
-        """As `step`. In simulated time one call may execute a whole run of decode steps that begin
+        """See `step`. In simulated time one call may execute a whole run of decode steps that begin
         before `until_s` (`paged.decode_runs`). Results are the same, but the event log lacks these
         steps."""
         self._advance(until_s)
@@ -250,10 +250,10 @@ class Engine:
         sampling: SamplingParams | List[SamplingParams] | None = None,
         adapters: List[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Outputs of `prompts` in order; other requests run on beside them.
+        """Outputs of `prompts`, in order. Other requests continue meanwhile.
 
         prompts: a list, tuple or other sequence.
-        sampling: for all prompts, or a sequence with one for each.
+        sampling: parameters for all prompts, or a sequence with parameters for each prompt.
         adapters: a sequence with a name or None for each prompt.
 
         Raises ValueError as `add_request` does. If one prompt is refused, none is queued. If the
@@ -266,7 +266,7 @@ class Engine:
             arrivals.new_group(tokens, how, mailbox=mailbox, adapter=adapter)
             for (tokens, how), adapter in zip(valid, known, strict=True)
         ]
-        # If this call is interrupted, `_settle` aborts them.
+        # If this call is interrupted, `_settle` aborts these groups.
         self.requests.dropped.extend(groups)
         for group in groups:
             self._accept(group)
@@ -284,7 +284,7 @@ class Engine:
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
     ) -> OutputStream:
         """Queue a request. Returns an iterator over its output, each time it grows; a beam search
-        has one output, at its end. Other requests run beside it.
+        has one output, at its end. Other requests continue meanwhile.
 
         The text may end in the beginning of a stop string, which the final text lacks. Closing or
         dropping the iterator aborts the request.
@@ -323,9 +323,12 @@ class Engine:
         A policy without a prefix cache, such as DiffKV, shares the prefix's whole tiles; its option
         `pins` limits the number of prefixes.
 
-        Raises ValueError without prefix caching or pins, if the prompt is invalid, is never shared
-        by the policy, or has logits that are not finite, if the adapter is unknown or cannot be
-        loaded, and while requests are unfinished: these were accepted for the memory without a pin.
+        Raises ValueError:
+            without prefix caching or a free pin;
+            if the prompt is invalid, too short, never shared by the policy, or has logits that are
+            not finite;
+            if the adapter is unknown or cannot be loaded;
+            while requests are unfinished, because they were accepted for the memory without a pin.
         """
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
         self._pinning.check(tokens)
@@ -335,7 +338,7 @@ class Engine:
         )
         group.pin = True
         self._accept(group)
-        # One change: an interruption before the pin is complete drops it.
+        # An interruption before the pin is complete drops the pin.
         self._half_done = True
         kept = self._pinning.run(group, tokens)
         self._half_done = False
@@ -347,8 +350,8 @@ class Engine:
     # After an interruption
 
     def _settle(self) -> None:
-        """Recover from an interrupted call, and abort the requests that nobody waits for. If this
-        is interrupted too, the next call repeats it."""
+        """Recover from an interrupted call, and abort requests whose callers have left. If this
+        method is interrupted too, the next call repeats it."""
         if self._half_done:
             self._start_afresh()
         self.requests.drop_streams()
@@ -361,10 +364,10 @@ class Engine:
             del dropped[0]
 
     def _start_afresh(self) -> None:
-        """End all requests and reset the loop: amid a change host and device may disagree."""
+        """End all requests and reset the loop: after half a change host and device may disagree."""
         for group in list(self.requests.unfinished.values()):
             self.requests.fail(group, self.scheduler.slots)
-        # Last: it also ends a request that an interruption left in the log alone.
+        # Logged last, because it also ends a request that an interruption left only in the log.
         self.event_log.failure(self.executor.clock.now(), self.loop.round)
         self.loop.reset()
         self._half_done = False

@@ -1,8 +1,8 @@
-"""The engine's loop: each step is schedule → build → dispatch → take in.
+"""The engine's loop. Each step: schedule → build its inputs → dispatch → apply its outputs.
 
-The host runs one step ahead: it dispatches a step before it has read the previous one's tokens,
-which feed the new step on the device. The end of a sequence is therefore detected one step late;
-the extra token is dropped.
+The host runs one step ahead. It dispatches a step before it has read the previous step's tokens,
+which are inputs of the new step on the device. The end of a sequence is therefore detected one step
+late, and the extra token is dropped.
 """
 
 import time
@@ -33,10 +33,10 @@ from paged.scheduling.scheduler import Scheduler
 class EngineLoop:
     """Runs the scheduler's steps on one executor; only `Engine` calls it.
 
-    round: calls of `run_step` so far, and skipped rounds. Calls that only waited for an adapter do
-        not count: their number depends on the clock.
+    round: number of `run_step` calls and of skipped rounds so far. Calls that only waited for an
+        adapter are excluded, because their number depends on the clock.
 
-    After an exception from `run_step` host and device may disagree, and only `reset` helps.
+    After an exception from `run_step` host and device may disagree. Then `reset` must be called.
     """
 
     def __init__(
@@ -86,12 +86,13 @@ class EngineLoop:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether the tokens of a dispatched step have not been taken in."""
+        """Whether the outputs of a dispatched step have not been applied yet."""
         return self._in_flight is not None
 
     def run_step(self, until_s: float | None = None) -> None:
-        """Dispatch the next step, if there is anything to compute, and take in the previous one.
-        until_s: if possible, run several decode steps that begin before then (`DecodeRuns`)."""
+        """Dispatch the next step, if there is anything to compute, and apply the previous step's
+        outputs. until_s: if possible, run several decode steps that begin before this time
+        (`DecodeRuns`)."""
         if until_s is not None and self._skip(until_s):
             return
         began, self._waited_s = time.perf_counter(), 0.0
@@ -127,7 +128,7 @@ class EngineLoop:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
 
     def _skip(self, until_s: float) -> bool:
-        """Execute a run of decode steps. Returns whether there was one."""
+        """Execute a run of decode steps, if possible. Returns whether a run was executed."""
         run = None
         if self._runs and self._in_flight:
             run = self._runs.next(self._in_flight, until_s, self._previous_end_s)
@@ -155,9 +156,9 @@ class EngineLoop:
         return self.loads
 
     def _take_in_adapters(self, store: AdapterStore) -> bool:
-        """Install adapters that have arrived on the device, and end the requests of those that
-        failed. Returns whether there were any. Only here, so that a replay does it in the same
-        round."""
+        """Install adapters that have arrived on the device, and end the requests of adapters whose
+        loads failed. Returns whether any load has ended. Loads are only ended here, so that a
+        replay ends them in the same round."""
         finished = self._loads.finished(self.round)
         for adapter, error in finished:
             now = self.executor.clock.now()
@@ -173,7 +174,7 @@ class EngineLoop:
         return bool(finished)
 
     def _begin_loads(self, store: AdapterStore) -> bool:
-        """Begin the loads that are due. Returns whether there were any."""
+        """Begin the loads that are due. Returns whether any load has begun."""
         queue = in_turn(self.scheduler.waiting, self.scheduler.returning)
         loads = store.plan(group.adapter for group in queue)
         for load in loads:

@@ -28,7 +28,7 @@ class EventLog:
         engine: the first event.
         adapter, arrival, abort, pin: inputs.
         load: a load of an adapter's weights to the device begins.
-        loaded: that load has finished or failed. A replay takes this as an input too.
+        loaded: a load has finished or failed. This is an input of a replay too.
         preempt, admit, schedule: the scheduler's decisions for a step.
         step: the result of a step.
         beams: the result of a step for one beam search.
@@ -48,8 +48,10 @@ class EventLog:
         self._add("engine", 0.0, config=asdict(config), model=asdict(model), dtype=dtype)
 
     def arrival(self, round_: int, group: SequenceGroup, sampling: dict) -> None:
-        """sampling: the parameters that differ from their defaults, and the seed. The field known:
-        each sequence's known output without log-probabilities; empty if there is none."""
+        """sampling: the parameters that differ from their defaults, and the seed.
+
+        The event's field known has each sequence's known output without log-probabilities; empty if
+        there is none."""
         start = group.num_prompt_tokens
         known: list[dict[str, Any]] = [
             {
@@ -77,7 +79,7 @@ class EventLog:
         self._add("adapter", time_s, round=round_, **vars(adapter))
 
     def load(self, time_s: float, load: Load) -> None:
-        """The field evicted: names of the evicted adapters."""
+        """The event's field evicted has the names of the evicted adapters."""
         self._add(
             "load",
             time_s,
@@ -118,12 +120,12 @@ class EventLog:
         self._add("preempt", time_s, request_id=group.request_id)
 
     def admit(self, time_s: float, group: SequenceGroup) -> None:
-        """The field slots: slots of the group's running sequences, in order."""
+        """The event's field slots has the slots of the group's running sequences, in order."""
         slots = [sequence.slot for sequence in group.sequences if sequence.slot >= 0]
         self._add("admit", time_s, request_id=group.request_id, slots=slots)
 
     def schedule(self, time_s: float, number: int, step: ScheduledStep, pages: list) -> None:
-        """Fields as in `ScheduledStep`."""
+        """The event's fields are as in `ScheduledStep`."""
         self._add(
             "schedule",
             time_s,
@@ -140,7 +142,7 @@ class EventLog:
         self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray, report: Any = None
     ) -> None:
         """sampled: [I, n] tokens by iteration and scheduled row; the event has NO_TOKEN where a row
-        yields none. report: the KV policy's report, None if it makes none."""
+        yields none. report: the KV policy's report; None if the policy makes none."""
         asked = np.arange(len(sampled))[:, None] < step.yields
         tokens = np.where(asked, sampled, NO_TOKEN)
         self._events.append({"event": "step", **vars(record), "tokens": tokens, "report": report})

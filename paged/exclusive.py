@@ -21,7 +21,7 @@ class _Settles(Protocol):
 def exclusive[S: _Settles, **P, R](
     method: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[S, P], R]:
-    """Make a method exclusive in its object: `_owner` names the thread that is inside.
+    """Make a method exclusive in its object. `_owner` is the name of the thread in the method.
 
     `_settle` runs before the method, and again if the method raises. It recovers from an
     interrupted call, and may be interrupted itself.

@@ -18,7 +18,7 @@ from paged.scheduling.scheduler import Scheduler
 
 
 class Intake:
-    """Gives a step's tokens to the scheduler's sequences, and their outputs to `Requests`."""
+    """Passes a step's tokens to the scheduler's sequences, and their outputs to `Requests`."""
 
     def __init__(
         self, model: ModelConfig, scheduler: Scheduler, requests: Requests, event_log: EventLog
@@ -74,7 +74,7 @@ class Intake:
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         if sequence.group.pin and reason != "error":
-            # Now, because `finish` frees the sequence's blocks.
+            # Pinned before `finish`, which frees the sequence's blocks.
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
             policy = cast(PrefixCachingHost, self._scheduler.policy)
             policy.pin(sequence.slot, prompt, sequence.group.cache_root)

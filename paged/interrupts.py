@@ -2,7 +2,7 @@
 
 Ctrl-C raises KeyboardInterrupt in whatever Python code runs. In finalizers, and in callbacks of
 weak references and of the garbage collector (JAX has one), Python only prints the exception, and
-goes on as if nobody had pressed Ctrl-C.
+continues without an interrupt.
 """
 
 import signal
@@ -18,7 +18,7 @@ SIGNALS: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT}
 
 
 def keep_interrupts() -> None:
-    """Install a hook that sends each dropped interrupt again, as a signal, which also ends
+    """Install a hook that sends each dropped interrupt again as a signal. A signal also ends
     waits."""
     before = sys.unraisablehook
     if getattr(before, "keeps_interrupts", False):
@@ -35,8 +35,8 @@ def keep_interrupts() -> None:
 
 
 def _send(number: int, hook: CodeType) -> None:
-    """Send the signal to the main thread once it has left the hook: an exception raised in the hook
-    would be lost too."""
+    """Send the signal to the main thread once it has left the hook, because an exception raised in
+    the hook would be lost too."""
     main = threading.main_thread().ident
     assert main is not None
     inside = True

@@ -1,6 +1,7 @@
 """Known output: a request continues output that another engine has generated (Punica §5.3).
 
-Known output is output, not prompt: penalties, limits, stop strings and log-probabilities count it.
+Known output is output, not prompt. Penalties, limits, stop strings and log-probabilities include
+it.
 Its keys and values are recomputed, as after a preemption.
 """
 
@@ -87,8 +88,8 @@ def _has_ended(tokens: np.ndarray, sampling: SamplingParams, tokenizer, model: M
 
 
 def go_on(group: SequenceGroup, known: Sequence[SequenceOutput]) -> None:
-    """Append checked known output to a new group's sequences. Requested log-probabilities that it
-    lacks are NaN."""
+    """Append checked known output to a new group's sequences. Requested log-probabilities that the
+    known output lacks are NaN."""
     for sequence, output in zip(group.sequences, known, strict=True):
         tokens = np.array(output.tokens, np.int32)
         sequence.tokens = np.concatenate([sequence.tokens, tokens])

@@ -1,4 +1,4 @@
-"""What the engine records: one row a step, one row a request, and the events of `EventLog`."""
+"""The engine's records: a row for each step and for each request, and the events of `EventLog`."""
 
 from dataclasses import dataclass, field
 
@@ -10,25 +10,25 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
 
-NO_TOKEN = -2  # in the log: a row samples nothing in this iteration
+NO_TOKEN = -2  # value in the log for a row that samples nothing in an iteration
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. Times in seconds.
+    """One step. Times are in seconds.
 
     time_s: the step's end on the engine's clock.
     host_s: wall time of the host's work in the round that dispatched this step (schedule, batch
-        building, dispatch, and taking in the previous step), without waiting.
-    device_s: from the later of dispatch and the previous step's end to this step's end, as the host
-        sees it.
-    decode_tokens: tokens of decode rows, those computed in vain too.
-    num_running, num_waiting: groups.
+        building, dispatch, and applying the previous step's outputs), without waiting.
+    device_s: time from the later of dispatch and the previous step's end to this step's end,
+        measured on the host.
+    decode_tokens: tokens of decode rows, including tokens that are dropped later.
+    num_running, num_waiting: number of groups.
     preemptions: groups preempted since the last step.
     swapped_out, swapped_in: units of the policy's pools that were swapped before the step.
     copied_blocks: units that were copied before the step.
-    kv_bytes: in use, in all pools.
-    kv_*: otherwise tokens, as in `paged.kv_cache.usage.Usage`.
+    kv_bytes: bytes in use, in all pools.
+    other kv_*: tokens, as in `paged.kv_cache.usage.Usage`.
     """
 
     step: int
@@ -54,11 +54,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One finished request. Times in seconds on the engine's clock.
+    """One finished request. Times are in seconds on the engine's clock.
 
     first_token_s: None if the request ended before its first token.
-    output_tokens: of all its sequences, known output included.
-    cached_tokens: taken from the prefix cache, also in recomputations after preemptions.
+    output_tokens: output tokens of all its sequences, known output included.
+    cached_tokens: tokens read from the prefix cache, also in recomputations after preemptions.
     """
 
     request_id: str
@@ -105,7 +105,7 @@ def request_record(group: SequenceGroup, output: RequestOutput, finish_s: float)
     """The record of a request that ended at `finish_s`. output: its last output."""
     reason = group.sequences[0].finish_reason if group.search is None else output.finish_reason
     assert reason is not None
-    # All sampled sequences count, even if fewer are returned.
+    # All sampled sequences are included, even if fewer are returned.
     outputs = [s.tokens[group.num_prompt_tokens :] for s in group.sequences]
     if group.search is not None:
         outputs = [np.array(sequence.tokens) for sequence in output.sequences]
@@ -139,6 +139,6 @@ class Metrics:
     compilations_after_warmup: int = 0
 
     def clear(self) -> None:
-        """Delete all records, for an engine that lives long. Later events cannot be replayed."""
+        """Delete all records, for a long-lived engine. Later events cannot be replayed."""
         for records in (self.steps, self.requests, self.events):
             records.clear()

@@ -30,7 +30,7 @@ def request_output(group: SequenceGroup, tokenizer) -> RequestOutput:
     else:
         outputs = [_sequence_output(s, tokenizer) for s in group.sequences]
         if how.ranks and group.finished:
-            # Failed sequences come last: fewer log-probabilities make up their score.
+            # Failed sequences come last, because their scores sum fewer log-probabilities.
             outputs.sort(key=lambda out: (out.finish_reason == "error", -(out.score or 0.0)))
     return RequestOutput(
         request_id=group.request_id,
@@ -100,8 +100,8 @@ def record_logprobs(
 def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs | None) -> None:
     """Record log-probabilities of prompt tokens; each comes from the logits of the token before.
 
-    They are NaN, not None, if the device computes none: a prompt with a None takes nothing from the
-    prefix cache, and caching must not depend on the device.
+    If the device computes none, they are NaN, not None. A prompt with a None uses nothing from the
+    prefix cache, but caching must not depend on the device.
     """
     at = 0
     for row in range(step.num_prefills):

@@ -8,7 +8,7 @@ from paged.registry import Requests
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 
-# Once its one token is sampled, all keys and values of the prompt are written.
+# Once the request's only token is sampled, all keys and values of the prompt are written.
 SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
 
 
@@ -43,8 +43,8 @@ class Pinning:
             )
 
     def run(self, group: SequenceGroup, prompt: np.ndarray) -> bool:
-        """Compute the prompt of a queued group with `pin`. Returns whether it is pinned: not if its
-        logits are not finite, or its adapter cannot be loaded."""
+        """Compute the prompt of a queued group with `pin`. Returns whether it is pinned: False if
+        its logits are not finite, or its adapter cannot be loaded."""
         assert group.pin and group.mailbox is not None
         while not group.mailbox:
             self._loop.run_step()

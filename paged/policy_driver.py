@@ -1,4 +1,4 @@
-"""Both halves of a KV policy without an engine, for tests and programs that time their parts."""
+"""Both halves of a KV policy without an engine, for tests and for programs that time the halves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from paged.step_inputs import StepInputs, empty_step_inputs
 
-Chunks = Sequence[tuple[int, int]]  # (slot, tokens) of a step
+Chunks = Sequence[tuple[int, int]]  # (slot, number of tokens) of a step's chunks
 
 
 class HostDriver:
@@ -38,7 +38,7 @@ class HostDriver:
             self.host.admit(slot, group.sequences[0])
 
     def advance(self, slots: np.ndarray, ends: np.ndarray) -> None:
-        """Count a step that computes the tokens of `slots` up to `ends`."""
+        """Advance the host half by a step that computes the tokens of `slots` up to `ends`."""
         self.number += 1
         self.host.append(slots, ends)
         self.host.advance(self.number, slots, self.computed[slots], ends)
@@ -46,7 +46,8 @@ class HostDriver:
         assert not self.host.take_moves().facts()
 
     def prefill(self, slot: int, end: int) -> None:
-        """Count prefill steps of a prompt up to `end`, with chunks as large as a step allows."""
+        """Advance the host half by prefill steps of a prompt up to `end`, with chunks as large as a
+        step allows."""
         while (start := int(self.computed[slot])) < end:
             chunk = min(end - start, self.config.max_num_batched_tokens)
             self.advance(np.array([slot]), np.array([start + chunk]))
@@ -80,12 +81,12 @@ class HostDriver:
         return inputs
 
     def decode(self) -> StepInputs:
-        """A step that appends a token to every sequence."""
+        """Inputs of a step that appends a token to every sequence."""
         return self.inputs([(slot, 1) for slot in range(len(self.computed))], 0, len(self.computed))
 
 
 def decode_inputs(config: EngineConfig, model: ShardedModel, contexts: Sequence[int]) -> StepInputs:
-    """A greedy decode step of every slot. contexts: tokens of each sequence after it."""
+    """Inputs of a greedy decode step of every slot. contexts: tokens of each sequence after it."""
     driver = HostDriver(config, model, contexts, contexts)
     driver.advance(np.arange(len(contexts)), np.array(contexts) - 1)
     return driver.decode()

@@ -1,4 +1,4 @@
-"""The requests that an engine has accepted, until their last outputs are handed over."""
+"""The requests that an engine has accepted, until their last outputs are delivered."""
 
 import itertools
 import weakref
@@ -16,10 +16,11 @@ from paged.scheduling.slots import Slots
 
 class Requests:
     """unfinished: requests without their last output, by id.
-    outputs: what the next call of `step` returns.
+    outputs: outputs that the next call of `step` returns.
     streams: requests of `stream` by id, until their last output is fetched, each with a weak
-        reference to its iterator. The reference has no callback: an interrupt in it would be lost.
-    dropped: requests to abort before the next call, because nobody waits for their outputs.
+        reference to its iterator. The reference has no callback, because an interrupt in a callback
+        would be lost.
+    dropped: requests to abort before the next call, because no caller waits for their outputs.
 
     A request of `generate` or `stream` has a mailbox of its own, which its caller keeps.
     """
@@ -33,7 +34,7 @@ class Requests:
         self._metrics, self._clock, self._tokenizer = metrics, clock, tokenizer
 
     def in_use(self, request_id: str) -> bool:
-        """Whether a request of that id is unfinished, or has outputs that nobody has fetched."""
+        """Whether a request of that id is unfinished, or has outputs not fetched yet."""
         if request_id in self.unfinished or request_id in self.streams:
             return True
         return any(output.request_id == request_id for output in self.outputs)
@@ -67,7 +68,7 @@ class Requests:
                 self.dropped.append(group)
 
     def forget(self, group: SequenceGroup) -> None:
-        """Delete the outputs of an ended request that nobody waits for."""
+        """Delete the outputs of an ended request, for which no caller waits."""
         if group.mailbox is not None:
             group.mailbox.clear()
         if group.request_id in self.streams and self.streams[group.request_id][1] is group:
@@ -77,7 +78,7 @@ class Requests:
         return self.outputs if group.mailbox is None else group.mailbox
 
     def deliver(self, group: SequenceGroup) -> None:
-        """Hand over the output so far of an unfinished request."""
+        """Deliver the output so far of an unfinished request."""
         self._box(group).append(request_output(group, self._tokenizer))
 
     def take(self) -> list[RequestOutput]:
@@ -86,12 +87,12 @@ class Requests:
         return outputs
 
     def forget_streamed(self, request_id: str) -> None:
-        """Delete streamed outputs that nobody has fetched: the last output repeats them."""
+        """Delete streamed outputs not fetched yet. The last output contains their tokens."""
         self.outputs = [kept for kept in self.outputs if kept.request_id != request_id]
 
     def retire(self, group: SequenceGroup, with_text: bool = True) -> None:
-        """Hand over the last output of a request whose sequences have ended, record the end, and
-        forget the request. If this fails or is interrupted, either all of it is done or nothing."""
+        """Deliver the last output of a request whose sequences have ended, record the end, and
+        forget the request. A failure or an interruption leaves all of this done, or nothing."""
         output = request_output(group, self._tokenizer if with_text else None)
         record = request_record(group, output, self._clock.now())
         event, box, metrics = finish_event(record), self._box(group), self._metrics
@@ -102,8 +103,8 @@ class Requests:
         del self.unfinished[group.request_id]
 
     def fail(self, group: SequenceGroup, slots: Slots) -> None:
-        """End a request with the tokens so far, in whatever state a failure has left it. Sequences
-        that had not ended get the reason 'error'."""
+        """End a request with the tokens so far, after a failure in any state. Sequences that had
+        not ended get the reason 'error'."""
         for sequence in group.sequences:
             if (slot := sequence.slot) >= 0:
                 sequence.tokens, sequence.slot = slots.known_tokens(slot), -1
@@ -112,10 +113,10 @@ class Requests:
                 sequence.finish_reason = "error"
         try:
             self.retire(group)
-        except Exception:  # from the tokenizer, which may be the cause of the failure
+        except Exception:  # the tokenizer's error, which may be the cause of the failure
             self.retire(group, with_text=False)
 
     def final_output(self, group: SequenceGroup) -> RequestOutput | None:
-        """The last output of a request, once it is delivered and as long as nobody fetched it."""
+        """The last output of a request; None if it is not delivered yet, or already fetched."""
         ours = (out for out in self._box(group) if out.request_id == group.request_id)
         return next((out for out in ours if out.finished), None)

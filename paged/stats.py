@@ -44,7 +44,7 @@ def _gauges(label: str, help: str) -> Any:
 class EngineStats:
     """A snapshot of one engine.
 
-    kv_tokens: by category of `paged.kv_cache.usage.Usage`.
+    kv_tokens: KV memory in tokens, by category of `paged.kv_cache.usage.Usage`.
     policy: the result of `policy_figures`.
     adapters: names of the adapters on the device.
     """
@@ -69,7 +69,7 @@ class Tally:
     def __init__(self, engine: Engine):
         self._engine = engine
         self.totals = Totals()
-        self._report: Mapping[str, Any] | None = None  # the last of the KV policy's device half
+        self._report: Mapping[str, Any] | None = None  # last report of the policy's device half
 
     def count(self) -> None:
         """Add the engine's records to `totals`, and clear them."""
@@ -114,7 +114,7 @@ class Tally:
 
 
 def policy_figures(engine: Engine, report: Mapping[str, Any] | None) -> dict[str, float]:
-    """Figures of the running sequences by name: the policy's own gauges, and these two.
+    """Figures of the running sequences by name: the policy's own gauges, and two further figures.
 
     context_tokens: tokens computed so far.
     dense_kv_bytes: bytes that the dense policy would hold for these tokens.

@@ -18,22 +18,23 @@ class StepInputs:
     T = Tp + Sd tokens and S = Sp + Sd rows, all padded; all arrays are int32. On the host they are
     views of `packed` [n], which is transferred as one piece: many small transfers cost more.
 
-    tokens: [T] ids, or FROM_DEVICE.
-    positions: [T].
+    tokens: [T] token ids, or FROM_DEVICE.
+    positions: [T] position of each token in its sequence.
     token_rows: [T] row of each token, S for padding.
     query_starts: [Sp + 1] first token of each prefill row.
     lengths: [S] tokens in the cache after the step's first iteration, 0 for padding.
     last_tokens: [S] index in T of each row's last token. A fork has no token: it samples from its
         source row's last token.
-    slots: [S], num_slots for padding.
-    samples: [S] not 0 where a token is sampled.
+    slots: [S] slot of each row, num_slots for padding.
+    samples: [S] 1 for rows that sample a token, else 0.
     iterations: [S] tokens that a decode row computes one after the other; 1 without `multi_step`.
     prompt_targets: [Tp] the next prompt token, if its log-probability is requested, or -1.
-    tables: [S, M] as `HostPolicy.tables` writes them.
-    sampling: [S, n], bit for bit a `SAMPLING_ROW` each.
+    tables: [S, M] rows that `HostPolicy.tables` writes.
+    sampling: [S, n] sampling parameters of each row, with the bits of a `SAMPLING_ROW`.
     segment_slots: [S] adapter slot of each segment, a run of tokens with the same adapter.
-    segment_starts, segment_ends: [S] first token of each segment in T, and the token after it.
-    num_segments: [1].
+    segment_starts, segment_ends: [S] index in T of each segment's first token, and index after its
+        last token.
+    num_segments: [1] number of segments.
 
     The last four arrays have width 0 if no adapters are configured.
     """
@@ -120,6 +121,6 @@ def _padding(
 def empty_step_inputs(
     Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int, adapters: bool = False
 ) -> StepInputs:
-    """A step of padding alone."""
+    """Inputs of a step that has only padding."""
     padding = _padding(Tp, Sd, prefill_rows, num_slots, table_width, adapters)
     return unpack(padding.copy(), step_shapes(Tp, Sd, prefill_rows, table_width, adapters))

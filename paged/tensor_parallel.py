@@ -36,10 +36,10 @@ class Shards:
     """The first `size` devices, over which model `whole` is split; for size 1, the default device.
 
     model: one shard's part. With fewer KV heads than shards, each KV head is on several shards.
-    devices: JAX's by default; others to compile for them.
+    devices: JAX's devices by default. Other devices can be passed to compile for them.
     head_order: [L, K] KV head at each place, with its query heads; None for the model's own order.
 
-    Equal by value. Raises ValueError where there are too few devices or no even split.
+    Objects are compared by value. Raises ValueError for too few devices, or without an even split.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Shards:
         return x if self.size == 1 else jax.device_put(x, self._sharding(param))
 
     def place_layers(self, param: Param, x: np.ndarray) -> jax.Array:
-        """Place a stack of all layers, [L, ...], as `place` does the base weights."""
+        """Place a parameter's stack of all layers, [L, ...], in the way of `place`."""
         if self._head_order is not None:
             layers = zip(x, self._head_order, strict=True)
             x = np.stack([_in_order(param.axes[1:], each, order) for each, order in layers])
@@ -97,7 +97,7 @@ class Shards:
         return jnp.asarray(x) if self.size == 1 else jax.device_put(x, self._named(REPLICATED))
 
     def place_one(self, param: Param, x) -> jax.Array:
-        """Place one parameter; `checkpoint.load` can do so as it reads each."""
+        """Place one parameter. `checkpoint.load` can place each parameter as it is read."""
         if self.size == 1:
             return jnp.asarray(x)
         K, shape = self._whole.num_kv_heads, x.shape
@@ -118,11 +118,11 @@ class Shards:
         return jax.tree.map(lambda p: partition_spec(p, RULES), declaration, is_leaf=is_param)
 
     def abstract_params(self, dtype):
-        """What `place` returns for parameters in `dtype`, as `ShapeDtypeStruct`s."""
+        """The result of `place` for parameters in `dtype`, as `ShapeDtypeStruct`s."""
         return self.abstract_declared(family(self._whole).declare(self._whole), dtype)
 
     def abstract_declared(self, declaration, dtype):
-        """As `abstract_params`, for the parameters of `declaration`."""
+        """See `abstract_params`. This is for the parameters of `declaration`."""
         copies = max(1, self.size // self._whole.num_kv_heads)
 
         def abstract(param: Param):
@@ -155,11 +155,11 @@ class Shards:
         return Reduce(lambda y: jax.lax.psum(y, AXIS), lambda x: jax.lax.pmax(x, AXIS))
 
     def jit(self, function: Callable, in_specs, out_specs, donate_argnums=()) -> jax.stages.Wrapped:
-        """Jit `function` to run on each shard. in_specs, out_specs: of its arguments and results,
-        as in `jax.shard_map`."""
+        """Jit `function` to run on each shard. in_specs, out_specs: partition specs of arguments
+        and results, as in `jax.shard_map`."""
         if self.size > 1:
-            # Replicated values are equal because all shards compute them alike, which check_vma
-            # cannot see through loops.
+            # All shards compute the same replicated values, but check_vma cannot prove this through
+            # loops.
             function = jax.shard_map(
                 function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
             )

@@ -1,4 +1,4 @@
-"""The checks that a request must pass before it queues."""
+"""The checks that a request must pass before it is queued."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from paged.kv_cache.host import HostPolicy, Sizes
 from paged.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
-# Python counts these as sequences, but they are neither prompts nor tokens.
+# These types are sequences in Python, but they are neither prompts nor tokens.
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -30,7 +30,7 @@ def check_sequence(name: str, items: str, value) -> None:
 def paired(
     prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """(prompt, sampling) for each prompt. A single SamplingParams goes to all prompts.
+    """(prompt, sampling) for each prompt. A single SamplingParams applies to all prompts.
 
     Raises ValueError for values that are no sequences, or of unequal lengths.
     """
@@ -123,7 +123,8 @@ def validated_prompt(
 
 
 def token_ids(what: str, tokens, vocab_size: int) -> np.ndarray:
-    """A list or array as token ids [n] int32; ValueError if impossible. what: named in errors."""
+    """A list or array as token ids [n] int32. Raises ValueError for other values. what: the name of
+    `tokens` in errors."""
     # numpy would accept bytes as numbers, and masked tokens as tokens.
     unfit = isinstance(tokens, (*_BYTES, np.ma.MaskedArray))
     ids = np.asarray(tokens)

@@ -1,1 +1,1 @@
-"""LoRA adapters of many tenants: which are on the device, and how they are loaded (Punica §5.2)."""
+"""LoRA adapters of many tenants: residency on the device, and loads (Punica §5.2)."""

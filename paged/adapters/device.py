@@ -25,8 +25,8 @@ class DeviceAdapters:
     """The adapter pool of a device, or of several shards, and the loads in progress.
 
     resident: the arrays that a step reads, from `reset` on; steps never donate them.
-    host_bytes: bytes of the host tier, which keeps the adapters used last ready to be copied. The
-        disk has all adapters.
+    host_bytes: bytes of the host tier, which keeps the most recently used adapters in the host's
+        memory. All adapters are on disk.
     """
 
     resident: ResidentAdapters
@@ -42,14 +42,14 @@ class DeviceAdapters:
         self._install = shards.jit(
             install, (specs, REPLICATED, page_specs), specs, donate_argnums=0
         )
-        # A page's content in projections that its adapter does not change.
+        # The content of a page in projections that the page's adapter does not change.
         self._zeros: Pages = jax.tree.map(
             lambda param: shards.place_layers(param, np.zeros(param.shape, dtype)), self._page,
             is_leaf=is_param,
         )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, "adapters")
-        self._device = jax.config.jax_default_device  # of the constructing thread
-        # For the loading thread alone: the host tier by content hash, least recently used first.
+        self._device = jax.config.jax_default_device  # default of the constructing thread
+        # The host tier by content hash, least recently used first. Only the loading thread uses it.
         self._host: OrderedDict[str, HostPages] = OrderedDict()
         self._coming: dict[Adapter, Future[list[Pages]]] = {}
 
@@ -72,7 +72,7 @@ class DeviceAdapters:
 
     def warm_up(self) -> None:
         """Compile the program that installs a page."""
-        self._set(self._pool.num_pages, self._zeros)  # beyond the last: any other may be in use
+        self._set(self._pool.num_pages, self._zeros)  # beyond the last page, as all may be in use
 
     def _set(self, number: int, content: Pages) -> None:
         pages = self._install(self.resident.pages, np.int32(number), content)
@@ -92,7 +92,7 @@ class DeviceAdapters:
                 self._announced.add(adapter)
             else:
                 why = str(error) or type(error).__name__
-                del self._coming[adapter]  # it holds the pages that were read
+                del self._coming[adapter]  # the failed future still holds the pages that were read
             done.append((adapter, why))
         return done
 

@@ -15,7 +15,7 @@ class KnownAdapters:
     """Adapters by name. `add` can give a name new content, which later requests get.
 
     by_content: every adapter that was ever added, by name and content hash.
-    dtype: in which adapters are served; `read` refuses weights that are not finite in it.
+    dtype: dtype of served adapters. `read` refuses weights that are not finite in this dtype.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, dtype: str = "float32"):
@@ -26,8 +26,7 @@ class KnownAdapters:
     def read(self, name: str, folder: str | Path) -> Adapter:
         """Read the adapter of a PEFT folder, without adding it.
 
-        Raises ValueError for what `peft.load` and `check` refuse, and a name that is empty or no
-        text.
+        Raises ValueError as `peft.load` and `check` do, and for a name that is empty or no text.
         """
         if not is_text(name) or not name:
             raise refusal("name", "a text that is not empty", name)
@@ -56,7 +55,7 @@ class KnownAdapters:
         self._by_name[adapter.name] = known
 
     def means(self, adapter: Adapter) -> bool:
-        """Whether the adapter's name now stands for this content in this folder."""
+        """Whether requests for the adapter's name now get this content from this folder."""
         known = self._by_name.get(adapter.name)
         return known is not None and (known.content_hash, known.folder) == (
             adapter.content_hash, adapter.folder

@@ -17,11 +17,12 @@ class AdapterLoads(Protocol):
     `install` of an adapter that has not arrived."""
 
     def begin(self, adapter: Adapter) -> None:
-        """Start to load an adapter; an unfinished earlier load of it is forgotten."""
+        """Start to load an adapter. An unfinished earlier load of the same adapter is dropped."""
         ...
 
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
-        """(adapter, error or None) of loads ended since the last call. round_: the engine's."""
+        """(adapter, error or None) of loads that ended since the last call.
+        round_: `EngineLoop.round`."""
         ...
 
     def install(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
@@ -40,7 +41,7 @@ class AdapterLoads(Protocol):
 class SimulatedLoads:
     """Loads that take simulated time: one after the other, `page_s` seconds for each rank page.
 
-    page_s: by default, a whole adapter of rank 16 over PCIe Gen4 (Punica §5.2: about 2 ms).
+    page_s: the default is for a whole adapter of rank 16 over PCIe Gen4, about 2 ms (Punica §5.2).
     pages: number of rank pages of the adapter in each slot.
     """
 
@@ -74,11 +75,11 @@ class SimulatedLoads:
 class RecordedLoads:
     """Loads that end or fail in the same rounds as in the run of `events`, however long they take.
 
-    A load that has not begun does not end: the replay then differs from the run.
+    The recorded end of a load that has not begun is ignored. The replay then differs from the run.
 
     known: the adapters by name and content hash.
-    waited: whether the last round waited, and no input has come since; the caller clears it when it
-        replays another input.
+    waited: whether the last round waited, with no input since. The caller clears it when it replays
+        another input.
     """
 
     def __init__(

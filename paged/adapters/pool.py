@@ -25,7 +25,7 @@ class ResidentAdapters:
 
     pages: {projection: {'a': [L, N, 16, in], 'b': [L, N, 16, out]}}, split as the base weights.
     rank_pages: [A, Q] int32, the pages of the adapter in each slot.
-    num_rank_pages: [projections, A] int32, how many of these pages a projection uses.
+    num_rank_pages: [projections, A] int32, number of these pages that each projection uses.
     """
 
     pages: Pages
@@ -37,7 +37,7 @@ class ResidentAdapters:
 class AdapterPool:
     """Sizes of the pool: A slots, N pages, at most Q pages for one adapter.
 
-    implementation: of the ops, as in `StepProgram.declare`.
+    implementation: implementation of the ops, as in `StepProgram.declare`.
     """
 
     num_slots: int
@@ -91,8 +91,8 @@ class AdapterPool:
             any_adapter = inputs.num_segments[0] > 0
             return jax.lax.cond(any_adapter, lambda: add(name, layer, x, y), lambda: y)
 
-        # A step without adapters should cost what it costs without a pool. On a GPU a condition
-        # would cost more than it saves.
+        # A step without adapters should cost as much as in an engine without a pool. On a GPU a
+        # condition would cost more than it saves.
         kernels = backend.current_gpu() or backend.runs_kernels(self.implementation)
         return add if kernels else add_if_any
 

@@ -1,4 +1,4 @@
-"""Which adapters are on the device, and which to load next: integers, no tensors (Punica §5.2)."""
+"""Residency of adapters on the device, and the next loads: integers, no tensors (Punica §5.2)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -108,8 +108,9 @@ class AdapterStore:
         return loads
 
     def _make_room(self, num_pages: int, wanted: dict[Adapter, None]) -> list[Adapter] | None:
-        """Evict adapters until one slot and `num_pages` are free. Returns None, and evicts nothing,
-        if that is impossible: pinned and wanted adapters, and those being loaded, stay."""
+        """Evict adapters until one slot and `num_pages` are free. Pinned adapters, wanted adapters
+        and adapters that are being loaded stay. If they leave too little room, returns None, and
+        evicts nothing."""
         slots, pages = len(self._free_slots), len(self._free_pages)
         victims = []
         for adapter, resident in self.residents.items():

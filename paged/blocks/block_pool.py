@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-NULL_BLOCK = 0  # Never allocated. Unused entries of block tables name it.
+NULL_BLOCK = 0  # Never allocated. The value of unused entries of block tables.
 
 
 class BlockCache(Protocol):
@@ -99,14 +99,14 @@ class BlockPool:
         freed = blocks[self.refcounts[blocks] == 0]
         if self.cache:
             kept = np.array([block in self.cache for block in freed.tolist()], bool)
-            # The last block of a prefix is evicted first: the blocks before it stay useful without
-            # it, but it is not found without them.
+            # The last block of a prefix is evicted first, because a block can only be found if all
+            # blocks before it are cached.
             self.cache.idle.update(dict.fromkeys(freed[kept][::-1].tolist()))
             freed = freed[~kept]
         self._push(freed)
 
     def check(self) -> None:
-        """Assert that each block is free, idle or owned, and only one of these."""
+        """Assert that each block is exactly one of free, idle and owned."""
         free = self._free[: self._num_stacked]
         idle = np.array(list(self.cache.idle) if self.cache else [], np.int64)
         unowned = np.sort(np.concatenate([free, idle]))

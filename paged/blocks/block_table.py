@@ -16,8 +16,8 @@ from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 class SwappedTables:
     """Tables of sequences whose blocks are in the host's memory (§4.5, swapping).
 
-    blocks: the host blocks of each sequence, `NULL_BLOCK` for dropped ones. Sequences share host
-        blocks as they shared blocks.
+    blocks: the host blocks of each sequence, `NULL_BLOCK` for dropped blocks. Sequences that shared
+        a block share its host block.
     num_tokens: the tokens of each sequence.
     """
 
@@ -106,7 +106,7 @@ class BlockTables:
                 self.pool.release(source)
                 copies.append((int(source[0]), int(self.blocks[slot, last])))
         growth = self.blocks_for(num_tokens) - self.num_blocks[slots]
-        grows = (growth > 0).nonzero()[0]  # Few, while sequences generate.
+        grows = (growth > 0).nonzero()[0]  # Few sequences need a new block in a decode step.
         if len(grows):
             growing, growth = slots[grows], growth[grows]
             have = self.num_blocks[growing]
@@ -154,7 +154,7 @@ class BlockTables:
         self.num_blocks[slot] = self.num_dropped[slot] = self.num_tokens[slot] = 0
 
     def shared_room(self) -> int:
-        """Token room in shared last blocks, counted for every owner but one."""
+        """Unused token places of shared last blocks, for every owner but one."""
         slots = np.flatnonzero(self.num_blocks) if self._forked else ()
         if not len(slots):
             return 0
@@ -163,7 +163,7 @@ class BlockTables:
         return int(room.sum() - room[np.unique(tails, return_index=True)[1]].sum())
 
     def num_distinct(self, slots: list[int]) -> int:
-        """The number of blocks that `slots` hold. A block that they share counts once."""
+        """The number of blocks that `slots` hold. A shared block is counted once."""
         blocks = self.blocks[slots]
         return len(np.unique(blocks[blocks != NULL_BLOCK]))
 
@@ -172,8 +172,8 @@ class BlockTables:
     ) -> tuple[SwappedTables, list[tuple[int, int]]]:
         """Exchange all blocks of `slots` for blocks of the pool `host`.
 
-        A block that they share is swapped once. Returns the tables, and (block, host block) pairs,
-        which must be copied before anything is written.
+        A shared block is swapped once. Returns the tables, and (block, host block) pairs, which
+        must be copied before anything is written.
         """
         tables = [self.blocks[slot, : self.num_blocks[slot]].copy() for slot in slots]
         blocks = _held(np.unique(np.concatenate(tables)))

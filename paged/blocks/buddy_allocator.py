@@ -5,9 +5,9 @@ reserve such runs, are in `kv_cache/orca.py`."""
 class BuddyAllocator:
     """Blocks 0 to `size` - 1. At first they form as few runs as possible, the largest run first.
 
-    A run of 2^k blocks starts at a multiple of 2^k. Its two halves are buddies: a run that is too
-    large is split into them, and they merge again when both are free. A request gets the smallest
-    free run that is large enough, and of these the one with the lowest start.
+    A run of 2^k blocks starts at a multiple of 2^k. Its two halves are buddies. A run that is too
+    large is split into its buddies, which merge again when both are free. A request gets the
+    smallest free run that is large enough, among runs of equal size the run with the lowest start.
     """
 
     def __init__(self, size: int):
@@ -15,8 +15,8 @@ class BuddyAllocator:
         if size < 1:
             raise ValueError(f"a buddy allocator needs at least 1 block, not {size}")
         self.size = size
-        # The order of a run of 2^k blocks is k: starts of free runs by order, and order by start of
-        # allocated runs.
+        # The order of a run of 2^k blocks is k. `_free` has the starts of free runs by order,
+        # `_allocated` the order of allocated runs by start.
         self._free: list[set[int]] = [set() for _ in range(size.bit_length())]
         self._allocated: dict[int, int] = {}
         start = 0
@@ -40,8 +40,8 @@ class BuddyAllocator:
         return 1 << (n - 1).bit_length()
 
     def stranded(self, n: int) -> int:
-        """The free blocks in runs too small for `n`: the external fragmentation that a request for
-        `n` blocks meets."""
+        """The free blocks in runs too small for `n`: the external fragmentation for a request of
+        `n` blocks."""
         small = ((order, starts) for order, starts in enumerate(self._free) if 1 << order < n)
         return sum(len(starts) << order for order, starts in small)
 
@@ -63,7 +63,7 @@ class BuddyAllocator:
         """Give back the run that begins at `start`."""
         assert start in self._allocated, f"no run begins at block {start}"
         order = self._allocated.pop(start)
-        # A run that was whole at first has no buddy: the place of the buddy lies beyond `size`.
+        # A run that was whole at first has no buddy, because its buddy would end beyond `size`.
         while (buddy := start ^ 1 << order) in self._free[order]:
             self._free[order].remove(buddy)
             start = min(start, buddy)

@@ -22,14 +22,14 @@ def chain(tokens: np.ndarray, page_size: int, key: bytes) -> Iterator[tuple[byte
 
 
 def root_key(*parts: str) -> bytes:
-    """The key of the empty prefix. Sequences share blocks only under equal parts: their salt, and
-    the name and the content hash of their adapter, if they have one."""
+    """The key of the empty prefix. Sequences share blocks only if their parts are equal: salt, and
+    name and content hash of the adapter, if there is one."""
     data = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class PrefixCache:
-    """Which blocks hold which prefix; the block pool owns their memory.
+    """Maps prefixes to blocks. The block pool owns the blocks' memory.
 
     A pinned prefix may end in the middle of a block. Such a tail is found by the key of the full
     block before it, and a sequence that continues it copies the block (vLLM §4.4).
@@ -67,7 +67,7 @@ class PrefixCache:
         self._tails.setdefault(key, []).append((content, block))
 
     def publish(self, block: int, key: bytes, content: bytes) -> None:
-        """Let other sequences find `block`, unless a block with the same key is known."""
+        """Let other sequences find `block`, unless the cache has a block with the same key."""
         if key not in self._blocks:
             assert block not in self._entries, f"block {block} is published twice"
             self._blocks[key] = block

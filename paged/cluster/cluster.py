@@ -72,9 +72,10 @@ class Cluster:
     now: returns the time in seconds.
     jobs: unfinished requests, by id.
     outputs: outputs of ended requests, by id; the caller removes them.
-    refused: error messages of requests that an engine refused, by id; they end with reason 'error'.
+    refused: error messages of requests that an engine refused, by id. Such requests end with reason
+        'error'.
     records: one for each request that has ended.
-    figures: each runner's latest `Figures`, by UUID; dead runners keep theirs.
+    figures: each runner's latest `Figures`, by UUID, dead runners included.
     num_tokens: tokens generated so far, without beam searches.
     num_evictions, num_consolidations, num_recoveries: moves of requests, by cause.
     num_adapter_loads: loads of adapters to the runners' devices.
@@ -119,7 +120,7 @@ class Cluster:
         self.add_known_adapter(self.adapters.read(name, folder))
 
     def add_known_adapter(self, adapter: Adapter) -> None:
-        """As `Engine.add_known_adapter`."""
+        """See `Engine.add_known_adapter`."""
         self.adapters.check(adapter)
         # A runner in another process may work in another folder.
         folder = str(Path(adapter.folder).expanduser().absolute())
@@ -176,14 +177,14 @@ class Cluster:
 
     def cancel_all(self) -> None:
         """End every request, queued or placed; `outputs` then has their outputs so far."""
-        # Queued requests first: they would otherwise be placed where others are cancelled.
+        # Queued requests are cancelled first: otherwise they would be placed as room becomes free.
         for request_id in sorted(self.jobs, key=lambda name: self.jobs[name].gpu is not None):
             self.outputs[request_id] = self.cancel(request_id)
 
     def receive(self, uuid: str, events: Sequence[Event]) -> None:
         """Apply a runner's events, then place queued requests."""
         for event in events:
-            if uuid not in self.state.gpus:  # The runner counts as dead already.
+            if uuid not in self.state.gpus:  # The runner has already been declared dead.
                 return
             if isinstance(event, Progress):
                 self._progress(uuid, event)
@@ -273,7 +274,7 @@ class Cluster:
             del gpu.promised[counted]
         if status.newest is None:
             return
-        # No eviction while a cancellation has not reached the runner: it will free memory.
+        # No eviction before all cancellations have reached the runner, as they will free memory.
         ours = {(name, job.attempt) for name, job in gpu.working_set.items()}
         victim = newest(gpu)
         if victim is None or not status.working_set <= ours:
@@ -284,7 +285,7 @@ class Cluster:
             self.num_evictions += 1
 
     def _lose(self, gpu: Gpu) -> None:
-        """A runner has died: its requests are queued again (§5.3), or end if they cannot move."""
+        """Queue a dead runner's requests again (§5.3), or end them if they cannot move."""
         del self.state.gpus[gpu.uuid]
         for job in gpu.working_set.values():
             job.gpu, job.attempt = None, 0

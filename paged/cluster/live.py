@@ -16,7 +16,7 @@ from paged.config import EngineConfig
 from paged.requests.sequence import RequestOutput
 
 Post = Callable[[list[Event]], None]
-NOBODY = ""  # the UUID of no runner: its mail only ends the wait of `step`
+NOBODY = ""  # the UUID in mail from `wake`, which only ends the wait of `step`
 
 
 class LiveRunner(Runner, Protocol):
@@ -34,13 +34,13 @@ class LiveRunner(Runner, Protocol):
 
 class LiveCluster:
     """Drives a `Cluster` by the events that its runners post. Use it in a `with` statement, which
-    starts the runners and closes them. All calls but `wake` come from one thread.
+    starts the runners and closes them. One thread must make all calls except `wake`.
 
-    runners: by UUID.
+    runners: the runners, by UUID.
     rebalance_s: the period of consolidation, in seconds.
     heartbeat_s: the period of an idle runner's status, in seconds.
-    silence_s: seconds without a post after which a runner counts as dead. No step may take so long:
-        `make_engine` returns warm engines.
+    silence_s: seconds without a post after which a runner is declared dead. No step may take this
+        long, so `make_engine` must return warm engines.
     start_s: further seconds that a runner has for its first post.
     deaths: the reasons of dead runners, by UUID.
     """
@@ -100,9 +100,9 @@ class LiveCluster:
         self._mail.put((NOBODY, []))
 
     def step(self, timeout_s: float) -> list[str]:
-        """Apply the posted events, after waiting for the first at most `timeout_s` seconds. Then
-        bury silent runners, and rebalance if it is time. Returns the UUIDs of the posts, with
-        `NOBODY` for each `wake`."""
+        """Wait for the first post, at most `timeout_s` seconds, and apply all posted events. Then
+        declare silent runners dead, and rebalance if it is time. Returns the UUIDs of the posts,
+        with `NOBODY` for each `wake`."""
         heard = []
         with contextlib.suppress(queue.Empty):
             heard.append(self._take(timeout_s))

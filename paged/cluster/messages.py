@@ -11,16 +11,16 @@ from paged.stats import EngineStats, Totals
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """A request as it is sent to a runner; any runner can continue it.
+    """A request in the form that is sent to a runner. Any runner can continue it.
 
     order: order of arrival, which moves do not change.
     arrival_s: arrival in seconds on the cluster's clock.
     prompt: token ids.
     sampling: parameters with a seed. The seed is drawn before the request is placed, so that its
         tokens do not depend on the runner.
-    adapter: the content that the adapter's name had at arrival; runners read its folder themselves.
+    adapter: the adapter that had the requested name at arrival. Runners read its folder themselves.
     known: the output so far, one entry for each sequence; empty if there is none. Always empty for
-        a beam search: a moved one starts over.
+        a beam search, because a moved beam search starts over.
     """
 
     request_id: str
@@ -38,9 +38,9 @@ class Growth:
     """New output of one sequence of a request.
 
     index: the sequence's index in the request.
-    start: output tokens before this growth.
-    output: only the new tokens and their log-probabilities; the sequence's score so far, and its
-        finish reason if it has ended.
+    start: number of output tokens before this growth.
+    output: the new tokens and their log-probabilities, the sequence's score so far, and its finish
+        reason if it has ended.
     """
 
     index: int
@@ -51,7 +51,7 @@ class Growth:
 class Progress(NamedTuple):
     """Progress of one attempt at a request.
 
-    growth: new output of each sequence that has some.
+    growth: new output of each sequence that has new output.
     output: the whole output once the request has ended.
     refused: the engine's error message if it refused the request.
     """
@@ -64,10 +64,10 @@ class Progress(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """A step's new tokens of all requests that go on, have one sequence and report only tokens:
-    nearly all requests.
+    """A step's new tokens of all unfinished requests that have one sequence and report only tokens.
+    Nearly all requests are of this kind.
 
-    requests: (request id, attempt, number of output tokens before the step, new tokens) of each.
+    requests: (request id, attempt, number of output tokens before the step, new tokens).
     """
 
     requests: list[tuple[str, int, int, list[int]]]
@@ -75,11 +75,11 @@ class Grown(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """A runner after a step, and from time to time while it idles.
+    """A runner's state, sent after each step, and from time to time while the runner is idle.
 
     working_set: (request id, attempt) of every accepted request that has not ended.
     free_tokens: KV memory, in tokens, that is free once the whole working set is admitted.
-    newest: the latest request, which should move, if KV memory has run out; otherwise None.
+    newest: id of the latest request, which should move, if KV memory has run out; otherwise None.
     resident_adapters: names of the adapters on the device.
     adapter_loads: loads of adapters to the device so far.
     """
@@ -95,7 +95,7 @@ class Status:
 class Figures:
     """A runner's figures for monitoring, sent from time to time.
 
-    engine: the engine now.
+    engine: the engine's current state.
     totals: counters since the runner's start.
     """
 

@@ -1,4 +1,4 @@
-"""Runners on many machines: an engine in a Ray actor each (extra `cluster`)."""
+"""Runners on many machines, each an engine in a Ray actor (extra `cluster`)."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ def import_ray() -> Any:
 
 
 class _Actor:
-    """The actor. `events` runs the engine in a thread of its own. Ray may make the other calls in
-    any order: `deliver` restores the order from their numbers."""
+    """The actor. `events` runs the engine in its own thread. Ray may reorder the other calls, so
+    `deliver` restores their order from their numbers."""
 
     def __init__(self, make_engine: MakeEngine):
         self._runner = EngineRunner(make_engine())
@@ -46,17 +46,17 @@ class _Actor:
 class RayRunner:
     """A runner in a Ray actor.
 
-    make_engine: is pickled, and called in the actor's process.
+    make_engine: builds the engine. It is pickled, and called in the actor's process.
     options: the actor's options, as for `ray.remote`, such as num_gpus=1. max_restarts is always 0:
         a dead actor must not restart silently. max_concurrency is fixed too.
 
-    The caller calls `ray.init` before. Raises ImportError, naming the extra, where Ray is not
+    The caller must call `ray.init` first. Raises ImportError, naming the extra, where Ray is not
     installed.
     """
 
     def __init__(self, make_engine: MakeEngine, options: Mapping[str, Any] | None = None):
         self._ray = import_ray()
-        # Three threads: one runs the engine, the others make the calls from outside.
+        # One of three threads runs the engine. The other two make the calls from outside.
         own = {"max_restarts": 0, "max_concurrency": 3}
         self._remote = self._ray.remote(**{"num_cpus": 1, **(options or {}), **own})(_Actor)
         self._make_engine = make_engine

@@ -38,7 +38,7 @@ class _Attempt:
     sent: output tokens reported so far, by sequence.
     ended: whether the end has been reported, by sequence.
     plain: the request's only sequence, if the request reports only tokens; otherwise None.
-    grows: whether every token is reported, or only the first tokens and the end.
+    grows: whether every token is reported; otherwise only the first tokens and the end.
     """
 
     request: ClusterRequest
@@ -55,10 +55,10 @@ class EngineRunner:
     between two steps.
 
     keep_records: whether the engine keeps its records; otherwise `tally` sums them up.
-    tells_status: whether each step's events end with a `Status`, which a cluster needs. It takes
-        time, because all waiting requests are counted. With it a step's tokens are mostly in one
-        `Grown`, without it in one `Progress` a request.
-    tells_figures: whether there are also `Figures`; only with tells_status and without
+    tells_status: whether each step's events end with a `Status`, which a cluster needs. A `Status`
+        takes time, because all waiting requests are counted. With tells_status most tokens of a
+        step are in one `Grown`, without it in one `Progress` for each request.
+    tells_figures: whether events also have `Figures`; only with tells_status and without
         keep_records.
     """
 
@@ -72,13 +72,13 @@ class EngineRunner:
         self.tally = Tally(engine)
         self._next_figures_s = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._events: list[Event] = []  # not returned by `step` yet
+        self._events: list[Event] = []  # events that `step` has not returned yet
         self._attempts: dict[str, _Attempt] = {}
         self._working_set: frozenset[tuple[str, int]] | None = None  # None: attempts have changed
         self._closed = False
 
     def add(self, request: ClusterRequest, attempt: int, grows: bool = True) -> None:
-        """grows: whether every token is reported, or only the first tokens and the end."""
+        """grows: whether every token is reported; otherwise only the first tokens and the end."""
         self._inbox.put(lambda: self._add(request, attempt, grows))
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -89,7 +89,7 @@ class EngineRunner:
         self._inbox.put(what)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Report nothing more of requests that the engine has lost in a failure."""
+        """Stop reporting requests that the engine has lost in a failure."""
         for request_id in request_ids:
             self._attempts.pop(request_id, None)
         self._working_set = None
@@ -119,12 +119,13 @@ class EngineRunner:
         return self._told(self.engine.step() if self.engine.has_unfinished() else [])
 
     def ahead(self) -> Ahead | None:
-        """The next steps that only decode, provided that the inbox stays empty. None if it is not
-        empty, or if the engine cannot predict them."""
+        """The next steps that only decode, provided that the inbox stays empty. None if the inbox
+        is not empty, or if the engine cannot predict its steps."""
         return self.engine.loop.decodes_ahead() if self._inbox.empty() else None
 
     def take(self, until_s: float) -> list[Event]:
-        """As `step`, for all steps of `ahead` that begin before `until_s`, without the inbox."""
+        """Run all steps of `ahead` that begin before `until_s`, without reading the inbox. Returns
+        the new events."""
         clock = self.engine.executor.clock
         while clock.now() < until_s:
             ended = self.engine.run_until(until_s)
@@ -145,7 +146,7 @@ class EngineRunner:
         for request_id, attempt in list(self._attempts.items()):
             output, plain = ended.get(request_id), attempt.plain
             if plain is not None and output is None and plain.slot >= 0 and attempt.grows:
-                # The most frequent case by far, hence fast: one more token of a request.
+                # A fast path for by far the most frequent case: one more token of a request.
                 first, start = plain.group.num_prompt_tokens, attempt.sent[0]
                 count = known[plain.slot] - first
                 if count > start:
@@ -181,7 +182,7 @@ class EngineRunner:
     def _add(self, request: ClusterRequest, attempt: int, grows: bool) -> None:
         engine, adapter = self.engine, request.adapter
         try:
-            # Another adapter may have taken the name since, even after this request's placement.
+            # The name may have got another adapter, even after this request's placement.
             if adapter is not None and not engine.adapters.means(adapter):
                 engine.add_known_adapter(adapter)
             engine.add_request(
@@ -226,7 +227,7 @@ class EngineRunner:
 
     def _growth(self, attempt: _Attempt) -> Iterator[Growth]:
         group = attempt.group
-        if group.search is not None:  # Beams replace each other: only the end is reported.
+        if group.search is not None:  # Only the end is reported, because beams replace each other.
             return
         for i, sequence in enumerate(group.sequences):
             start, count = attempt.sent[i], self._known(sequence)

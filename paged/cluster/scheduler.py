@@ -2,11 +2,11 @@
 
 Choices that the paper leaves open:
 
-* The size of a working set is its number of sequences; a beam search counts its beam width.
+* The size of a working set is its number of sequences. A beam search has as many as its beam width.
 * A GPU has memory for a request if the prompt, the known output and one more token of each
   sequence fit, in whole pages, above a watermark.
-* Each period at most one GPU is emptied, with a load up to CONSOLIDATED, if all its requests fit
-  on other busy GPUs.
+* In each period at most one GPU is emptied. Its load is at most CONSOLIDATED, and all its requests
+  fit on other busy GPUs.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from paged.known_output import GOES_ON
 from paged.requests.sequence import SequenceOutput
 
 CONSOLIDATED = 0.25  # load up to which a GPU is emptied, if other GPUs have room
-LIGHT = 0.5  # load below which a GPU counts as lightly loaded, so that no more GPUs are needed
+LIGHT = 0.5  # load below which a GPU is lightly loaded; with one such GPU, no more are needed
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Gpu:
 
     free_tokens: free KV memory, in tokens, by the runner's last status.
     working_set: its unfinished requests, by id.
-    promised: KV tokens of requests that the runner's last status does not count yet, by (id,
+    promised: KV tokens of requests that the runner's last status does not include yet, by (id,
         attempt).
     adapter_loads: loads so far, by the runner's last status.
     batch: sequences of the working set.
@@ -148,7 +148,7 @@ class Gpu:
         self.promised[job.request.request_id, job.attempt] = job.needed(self.limits)
 
     def remove(self, job: Job) -> None:
-        """Remove a job. Its memory counts as free once a status of the runner says so."""
+        """Remove a job. `free_tokens` includes its memory after the runner's next status."""
         del self.working_set[job.request.request_id]
         self.batch -= job.width
         self.promised.pop((job.request.request_id, job.attempt), None)
@@ -158,7 +158,7 @@ class Gpu:
 class ClusterState:
     """The scheduler's state.
 
-    gpus: by UUID.
+    gpus: the GPUs, by UUID.
     queue: requests for which no GPU has room, in order of arrival.
     """
 
@@ -185,8 +185,8 @@ class Hints(NamedTuple):
 
 
 def place(state: ClusterState, job: Job) -> str | None:
-    """The UUID of the GPU for a request: the largest working set among GPUs with room; on ties the
-    highest UUID (§5.1). None if no GPU has room."""
+    """The UUID of the GPU for a request: among GPUs with room, the GPU with the largest working
+    set, on ties the highest UUID (§5.1). None if no GPU has room."""
     fitting = (gpu for gpu in state.gpus.values() if gpu.takes(job))
     best = max(fitting, key=lambda gpu: (gpu.batch, gpu.uuid), default=None)
     return None if best is None else best.uuid
@@ -194,15 +194,15 @@ def place(state: ClusterState, job: Job) -> str | None:
 
 def newest(gpu: Gpu) -> Job | None:
     """The request to evict from a GPU that is out of KV memory: the latest, which preserves first
-    come, first served (§5.3). None if the GPU has a single request: that fits alone."""
+    come, first served (§5.3). None if the GPU has a single request, which fits alone."""
     if len(gpu.working_set) < 2:
         return None
     return max(gpu.working_set.values(), key=lambda job: job.request.order)
 
 
 def rebalance(state: ClusterState) -> list[Move]:
-    """Moves that empty one GPU: among GPUs with loads up to CONSOLIDATED the one with the smallest
-    batch, provided that all its requests fit on other busy GPUs.
+    """Moves that empty one GPU: the GPU with the smallest batch among GPUs with loads up to
+    CONSOLIDATED whose requests all fit on other busy GPUs.
 
     No moves while requests are queued, or if the policy cannot recompute output. GPUs that run beam
     searches are not emptied: a moved beam search starts over.
@@ -233,8 +233,8 @@ def _emptied(source: Gpu, others: list[Gpu], limits: Limits) -> Iterator[Move]:
 
 
 def hints(state: ClusterState) -> Hints:
-    """More GPUs are needed if none is lightly loaded; idle GPUs can be released (§5.1). If all
-    lightly loaded GPUs are idle, one of them stays: it would be requested again at once."""
+    """More GPUs are needed if none is lightly loaded. Idle GPUs can be released (§5.1). If all
+    lightly loaded GPUs are idle, one stays, because it would be requested again at once."""
     light = [gpu for gpu in state.gpus.values() if gpu.load < LIGHT]
     idle = sorted(gpu.uuid for gpu in light if not gpu.working_set)
     return Hints(not light, idle if len(idle) < len(light) else idle[:-1])

@@ -20,7 +20,7 @@ from paged.requests.sequence import RequestOutput
 
 @dataclass
 class _Reported:
-    """The steps of an `Ahead`. reported: how many of the steps have been reported."""
+    """The steps of an `Ahead`. reported: number of steps that have been reported."""
 
     ends_s: list[float]
     free: list[int]
@@ -37,17 +37,17 @@ class _Reported:
 
 
 class SimulatedCluster:
-    """A cluster of engines that each have a virtual clock of their own.
+    """A cluster of engines, each with its own virtual clock.
 
-    Events happen in the order of time: a step's events reach the cluster when the step ends, and
+    Events happen in the order of time. A step's events reach the cluster when the step ends, and
     the cluster's calls reach a runner between its steps. Equal arrivals give equal runs.
 
-    engines: by UUID.
+    engines: the engines, by UUID.
     keep_records: whether the engines keep their own records.
     skip: whether runs of decode steps (`paged.decode_runs`) are executed in one call. The engines'
         event logs then lack these steps. During a run the cluster sees only the runner's free
-        memory, which `Ahead` has computed. The steps are executed when a call for the runner
-        comes, before the cluster reads tokens, and at the end of the run.
+        memory, which `Ahead` has computed. The steps are executed when the cluster calls the
+        runner, before the cluster reads tokens, and at the end of the run.
     keep_outputs: whether `serve` returns outputs, which are large for hours of simulated time.
     """
 
@@ -62,7 +62,7 @@ class SimulatedCluster:
         }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
         self._rebalance_s, self._skip, self._keep_outputs = rebalance_s, skip, keep_outputs
-        self._ahead: dict[str, _Reported] = {}  # by runner in a run of decode steps
+        self._ahead: dict[str, _Reported] = {}  # runs of decode steps, by runner
         self.now = 0.0
 
     def serve(
@@ -70,7 +70,7 @@ class SimulatedCluster:
         observe: Callable[[float], Any] = lambda now: None, period_s: float = 1.0,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> list[RequestOutput]:  # fmt: skip
-        """As `LiveCluster.serve`; observe: called every `period_s` seconds."""
+        """See `LiveCluster.serve`. observe: called every `period_s` simulated seconds."""
         numbers = itertools.count()  # Events of equal times happen in the order of creation.
         heap: list[tuple[float, int, Callable[[], None]]] = []
         names: dict[int, str] = {}
@@ -138,7 +138,7 @@ class SimulatedCluster:
         return [self.cluster.outputs.pop(names[i]) for i in sorted(names)]
 
     def _look_at_runs(self) -> None:
-        """Set the free memory of runners in a run to its value after their latest ended step."""
+        """Set the free memory of each runner in a run to its value after the latest ended step."""
         for uuid, run in self._ahead.items():
             if reported := run.by(self.now):
                 self.cluster.state.gpus[uuid].free_tokens = run.free[reported - 1]

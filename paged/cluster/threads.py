@@ -1,4 +1,4 @@
-"""Runners in this process: an engine in a thread of its own, on a JAX device of its own."""
+"""Runners in this process, each an engine in its own thread, on its own JAX device."""
 
 import threading
 import traceback

@@ -20,14 +20,14 @@ def build_step_inputs(
     """The inputs of a scheduled step, padded to its bucket, and [n] the input row of each scheduled
     row. adapters: whether any are configured.
 
-    Arrays are fresh: the device may read them after the next step is scheduled.
+    Arrays are fresh, because the device may read them after the next step is scheduled.
     """
     Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
     inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width, adapters)
     n, num_prefills, Sp = len(step.slots), step.num_prefills, inputs.num_prefill_rows
     num_decodes = n - num_prefills
 
-    # Prefills fill rows from 0, decodes rows from Sp; slices are filled faster than lists.
+    # Prefills fill rows from 0 on, decodes rows from Sp on. Slices are faster than index lists.
     prefills, decodes = slice(num_prefills), slice(num_prefills, n)
     decode_rows = slice(Sp, Sp + num_decodes)
     parts = [(decodes, decode_rows)] + [(prefills, prefills)] * bool(num_prefills)
@@ -78,9 +78,9 @@ def build_step_inputs(
 
 
 def _write_segments(step: ScheduledStep, slots: Slots, Tp: int, inputs: StepInputs) -> None:
-    """Write the segments, runs of tokens with the same adapter (Punica §6); rows are grouped by
-    adapter already. The last prefill row and the first decode row share a segment only if no
-    padding lies between them."""
+    """Write the segments: runs of tokens with the same adapter (Punica §6). Rows are already
+    grouped by adapter. The last prefill row and the first decode row share a segment only if there
+    is no padding between them."""
     rows = slice(len(step.slots) - len(step.sources))  # forks compute nothing
     adapter, num_prefills = slots.adapter[step.slots[rows]], step.num_prefills
     counts = np.ones(len(adapter), np.int64)

@@ -1,4 +1,4 @@
-"""The sizes to which steps are padded, so that few programs serve all of them."""
+"""The sizes to which steps are padded, so that few programs serve all steps."""
 
 from dataclasses import dataclass
 

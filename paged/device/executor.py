@@ -69,12 +69,12 @@ class Executor(Protocol):
         ...
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
-        """Load a sequence's inputs of sampling: its tokens so far and its logit bias."""
+        """Load a sequence's sampling inputs, which are its tokens so far and its logit bias."""
         ...
 
     def reset(self) -> None:
-        """Start afresh after a failure, with an empty cache, and compile nothing. Any call may have
-        been interrupted before, this one too."""
+        """Start afresh after a failure, with an empty cache, and compile nothing. Any earlier call,
+        of `reset` too, may have been interrupted."""
         ...
 
 
@@ -85,13 +85,13 @@ class ReportingExecutor(Protocol):
     def report_by(
         self, simulated: Callable[..., SimulatedDevice], config: CacheConfig, model: ShardedModel
     ) -> None:
-        """From the next step on, return the reports of this simulated half of `config`'s policy."""
+        """From the next step on, return reports of this simulated device half."""
         ...
 
 
 class _DeviceOutputs:
     def __init__(self, outputs: StepOutputs, inputs: StepInputs):
-        # Log-probabilities take many times a token's bytes: they are copied only if requested.
+        # Log-probabilities are many times larger than tokens, and are copied only if requested.
         if not np.any(inputs.sampling.view(SAMPLING_ROW)["logprobs"]):
             outputs = replace(outputs, logprobs=None)
         if not np.any(inputs.prompt_targets >= 0):
@@ -107,10 +107,10 @@ class _DeviceOutputs:
 class DeviceExecutor:
     """Owns the parameters, the cache and the slots' sampling state; all stay on the devices.
 
-    params: as declared by the whole model, in the compute dtype.
+    params: parameters of the whole model, in the compute dtype.
     shapes: the (Tp, Sd) of `Buckets.shapes`, compiled by `warm_up`, or at their first use.
     adapter_host_bytes: bytes of adapters kept in the host's memory.
-    quantization: as in `EngineConfig`.
+    quantization: see `EngineConfig`.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class DeviceExecutor:
         self.reset()
 
     def reset(self) -> None:
-        # An interrupted call may have donated these arrays and lost its results. Any left are freed
-        # first, to make room.
+        # An interrupted call may have donated these arrays and lost its results. Arrays that are
+        # left are freed first, to make room.
         self._cache: Any = None
         self._state: Any = None
         for mover in self._movers():
@@ -181,7 +181,7 @@ class DeviceExecutor:
             self._cache = mover.warm_up(self._cache)
         if self.adapters:
             self.adapters.warm_up()
-        # A slot beyond the last: any other may be in use.
+        # The slot beyond the last is used, because any real slot may be in use.
         self.load_slot(self._state.history.shape[0], np.zeros(0, np.int32), {})
         jax.block_until_ready(self._cache)
 

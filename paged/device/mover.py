@@ -21,15 +21,15 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" el
 
 
 def _reserved(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array whose memory is allocated as it is written: the swap space of all slots may exceed
-    the machine's memory."""
+    """An array whose memory is allocated as it is written, because the swap space of all slots may
+    exceed the machine's memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=flags)
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
 class _Landing:
-    """Transfers to arrays in the host's memory, which are created when the first one arrives."""
+    """Transfers to arrays in the host's memory. The first transfer creates the arrays."""
 
     def __init__(self, num_units: int):
         self._num_units = num_units
@@ -129,7 +129,7 @@ class SlotMover:
         )
 
     def before(self, cache, moves: Moves):
-        """Exports, releases and imports, in this order."""
+        """Export, release and import slot states, in this order."""
         if moves.slot_exports:
             self._land()  # so that earlier exports leave the device
         for part in _parts(moves.slot_exports, SLOTS_PER_CALL, (self._nowhere, -1)):
@@ -172,7 +172,7 @@ class SlotMover:
 
 @shared
 def _unit_programs(shards: Shards, policy: KVPolicy, pool: str):
-    """Copy, export and import."""
+    """The jitted programs of copy, export and import."""
 
     def copy(cache, sources, destinations):
         return policy.copy_units(cache, pool, sources, destinations)
@@ -193,7 +193,7 @@ def _unit_programs(shards: Shards, policy: KVPolicy, pool: str):
 
 @shared
 def _slot_programs(shards: Shards, policy: KVPolicy):
-    """Release, copy, export and import."""
+    """The jitted programs of release, copy, export and import."""
     device: Any = policy
     slots: SlotStateKVPolicy = device
     moved = SPLIT, REPLICATED

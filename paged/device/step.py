@@ -28,8 +28,8 @@ from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_s
 from paged.tensor_parallel import REPLICATED, SPLIT, Shards, shared
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
-# XLA counts each write into the pools as a copy of them. To save that memory, rematerialization
-# would compute attention twice.
+# XLA takes each write into the pools for a copy of the pools. To save the memory of such copies,
+# rematerialization would compute attention twice.
 GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
@@ -38,8 +38,9 @@ class StepOutputs:
     """The outputs of a step.
 
     tokens: [I, S] int32, by iteration and row.
-    logprobs: [I, S] of these tokens; None on the host if no row requests them.
-    prompt_logprobs: [Tp] of `StepInputs.prompt_targets`; None on the host if none are requested.
+    logprobs: [I, S] log-probabilities of these tokens; None on the host if no row requests any.
+    prompt_logprobs: [Tp] log-probabilities of `StepInputs.prompt_targets`; None on the host if no
+        row requests any.
     report: the KV policy's report, [num_shards, ...], or None.
     """
 
@@ -82,7 +83,8 @@ def _iterate(params, cache, state, inputs, model, policy, adapters, reduce):
 
 
 def _next_iteration(inputs: StepInputs, done) -> StepInputs:
-    """A step of decodes once `done` iterations have run; finished rows become padding."""
+    """Inputs of a decode step's next iteration, after `done` iterations. Finished rows become
+    padding."""
     goes_on = inputs.iterations > done
     S = inputs.lengths.shape[0]
     num_slots = jnp.iinfo(jnp.int32).max
@@ -98,7 +100,8 @@ def _next_iteration(inputs: StepInputs, done) -> StepInputs:
 
 
 def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logprobs:
-    """Of prompt tokens targets [Tp], -1 for none; in chunks, to hold few logits at a time."""
+    """Log-probabilities of prompt tokens targets [Tp], -1 for none. Computed in chunks, to hold few
+    logits at a time."""
     Tp = targets_T.shape[0]
 
     def of_chunk(chunk):
@@ -125,8 +128,9 @@ def step(
 ):  # fmt: skip
     """One step of the model over a paged cache: (cache, state, StepOutputs).
 
-    `state` has the tokens that the host has not read yet. A step of decodes alone runs up to
-    `multi_step` iterations, as many as its longest row needs; each one's tokens feed the next.
+    `state` has the tokens that the host has not read yet. A step without prefill runs up to
+    `multi_step` iterations, as many as its longest row needs. The tokens of an iteration are the
+    inputs of the next iteration.
 
     params, cache, model: the shard's own.
     adapters: adds the LoRA products to the model's projections; None without adapters.
@@ -163,7 +167,7 @@ def step(
 @dataclass(frozen=True)
 class StepProgram:
     """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
-    `Buckets.shapes`; holds no arrays. adapters: None if none are configured.
+    `Buckets.shapes`. It has no arrays. adapters: pool of adapters; None if none are configured.
 
     Equal programs of a process are traced and compiled once. Raises ValueError for a policy whose
     device half has no hash.
@@ -280,6 +284,6 @@ def stacks(platform: str, layer_bytes: int) -> bool:
     """Whether the step scans over stacked layers, each of `layer_bytes` of weights.
 
     A scan compiles one layer instead of all, but copies each layer's weights before use: three
-    times the memory traffic of a decode step's products. Only a CPU's caches can hide that.
+    times the memory traffic of a decode step's products. Only a CPU's caches can hide the copies.
     """
     return platform == "cpu" and layer_bytes <= CACHED_LAYER_BYTES

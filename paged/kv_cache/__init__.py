@@ -1,4 +1,4 @@
-"""KV-cache policies: what a page holds, which pages a head reads, who owns the pages."""
+"""KV-cache policies: content of pages, page selection by head, and ownership of pages."""
 
 import importlib
 

@@ -9,7 +9,7 @@ from pallas_kernels.kv_write import copy_pages
 
 
 class BlockDevice:
-    """The methods of `KVPolicy` that need only the pages of a block. C: blocks of one call."""
+    """The methods of `KVPolicy` that need only the pages of a block. C: number of blocks."""
 
     def pages_of(self, pool: str, blocks) -> jax.Array:
         """[C, heads] int32 pages of blocks [C]."""
@@ -23,7 +23,7 @@ class BlockDevice:
         return cache
 
     def report(self, cache) -> None:
-        """Reports nothing: the host half owns all blocks."""
+        """None, because the host half owns all blocks."""
 
     def export_units(self, cache, pool: str, units) -> dict[str, Any]:
         pages = self.pages_of(pool, units)

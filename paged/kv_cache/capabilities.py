@@ -8,7 +8,7 @@ from typing import Literal
 class Capabilities:
     """What a policy can do. `EngineConfig` rejects configurations that need more.
 
-    fork: 'anywhere' if a sequence can share any prefix of another sequence; 'computed' if it can
+    fork: 'anywhere' if a sequence can share any prefix of another sequence. 'computed' if it can
         share only all computed tokens of the other sequence, so that only equal prompts share.
     prefix_cache: full blocks can be kept for later prompts.
     unshared_from: shortest prompt, in tokens, that shares no cached prefixes; 0: all share.
@@ -19,8 +19,8 @@ class Capabilities:
     recompute: a preempted sequence can be recomputed.
     recompute_exact: recompute can prefill generated tokens with the prompt. Otherwise they are
         replayed: decoded again token by token.
-    static_batching: a restriction, not an ability: requests are admitted only when nothing runs.
-    slot_state: the device keeps state of each running sequence under its slot.
+    static_batching: requests are admitted only when nothing runs. A restriction, not an ability.
+    slot_state: the device keeps state of each running sequence, indexed by its slot.
     prefill_tile: tokens of a tile. A chunk ends a whole number of tiles before the end of the
         prompt's last page. 0: prompts are cut anywhere.
     tiled_from: shortest prompt, in tokens, that is cut at tiles.

@@ -1,6 +1,6 @@
-"""The host half of a KV-cache policy: who owns the memory, in integers.
+"""The host half of a KV-cache policy: ownership of the memory, in integers.
 
-Each manager counts its own unit:
+Each manager has its own unit of memory:
 
     dense.host              blocks with reference counts (vLLM)
     lserve.streaming_heads  blocks of a sink and a window
@@ -37,7 +37,7 @@ class Sizes:
 
 
 class HostPolicy(Protocol):
-    """Who owns the memory. The scheduler calls it with slots of sequences; it has no tensors.
+    """Ownership of the memory, by slot. The scheduler calls the methods. There are no tensors.
 
     The order of calls in a round:
 
@@ -72,7 +72,7 @@ class HostPolicy(Protocol):
     def observe(self, number: int, report: Any) -> None:
         """Step `number` has run; `report` is the device half's state at its end.
 
-        For a slot, it is valid from the first step that began with the slot's state in place.
+        For a slot, reports are valid from the first step on that began with the slot's state.
         """
         raise AssertionError("the device half reports nothing")
 
@@ -86,8 +86,9 @@ class HostPolicy(Protocol):
         return 0
 
     def pinned(self, sequence: Sequence) -> int:
-        """Tokens of the pinned prefix that a sequence continues, for policies with a `staged_tile`.
-        Only one sequence a step may continue one, and none beside a prompt in chunks."""
+        """Number of tokens of the pinned prefix that a sequence continues, for policies with a
+        `staged_tile`. In a step, at most one sequence may continue a pinned prefix, and none if a
+        prompt is prefilled in chunks."""
         return 0
 
     def admit(self, slot: int, sequence: Sequence) -> int:
@@ -96,11 +97,11 @@ class HostPolicy(Protocol):
         ...
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Whether there is room for `num_tokens` [n] in total in each of `slots` [n]."""
+        """Whether each of `slots` [n] has room to grow to `num_tokens` [n] tokens in total."""
         return True
 
     def append(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Reserve room for `num_tokens` [n] in total in each of `slots` [n]."""
+        """Reserve room for each of `slots` [n] to grow to `num_tokens` [n] tokens in total."""
         return
 
     def fork(self, parent: int, child: int) -> None:
@@ -119,7 +120,7 @@ class HostPolicy(Protocol):
         return
 
     def free(self, slot: int) -> None:
-        """The sequence has ended or been preempted. Its memory counts as free at once."""
+        """Free the memory of a sequence that has ended or been preempted. It is free at once."""
         ...
 
     def can_swap_out(self, slots: list[int]) -> bool:
@@ -133,7 +134,7 @@ class HostPolicy(Protocol):
 
     def can_swap_in(self, swapped: Any, keep_watermark: bool) -> bool:
         """Whether there is room to swap the sequences in. keep_watermark: other sequences run, so
-        there must also be room for the watermark and one more token of each."""
+        there must also be room for the watermark and one more token of each swapped sequence."""
         raise AssertionError("nothing was swapped out")
 
     def swap_in(self, swapped: Any, sequences: list[Sequence]) -> None:
@@ -170,7 +171,7 @@ class HostPolicy(Protocol):
         return {}
 
     def check(self) -> None:
-        """Assert that every unit is either free or has as many owners as its count says."""
+        """Assert that every unit is free, or that its owners equal its reference count."""
         ...
 
     def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:

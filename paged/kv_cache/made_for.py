@@ -1,4 +1,4 @@
-"""Files of values computed for one set of weights, and invalid for other weights."""
+"""Files with values that are valid only for one set of weights."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -34,8 +34,8 @@ class Pool:
 
 @dataclass
 class Moves:
-    """The executor performs them in the order of these fields: `after` after the step, all others
-    before it.
+    """The executor performs the moves in the order of these fields: `after` after the step, all
+    other moves before it.
 
     exports: (unit, host unit) by pool, swapped out to the host's memory.
     slot_exports: (slot, key), slot states swapped out.
@@ -44,7 +44,7 @@ class Moves:
     imports: (host unit, unit) by pool, swapped in from the host's memory.
     copies: (source, destination) units by pool.
     slot_copies: (parent, child) slots.
-    after: (parent, child) slots, copied after the step: it computes the tokens that they share.
+    after: (parent, child) slots, copied after the step, which computes the shared tokens.
     dropped: keys of slot states that will not be imported.
     """
 
@@ -69,7 +69,7 @@ class Moves:
         self.copies.setdefault(pool, []).extend(pairs)
 
     def export_slot(self, slot: int, key: int) -> None:
-        """Export a slot's state. If the slot is still to be copied, its parent has the state."""
+        """Export a slot's state. If a copy into the slot is still due, its parent has the state."""
         assert slot not in dict(self.slot_imports).values(), f"slot {slot} is not back yet"
         self.slot_exports.append((self.source_of(slot), key))
 
@@ -78,13 +78,14 @@ class Moves:
         self.slot_copies.append((self.source_of(parent), child))
 
     def source_of(self, slot: int) -> int:
-        """The slot that has the state of `slot` before these moves. One lookup suffices: each
-        parent in `slot_copies` has its own state then, even if it is the child of a later pair."""
+        """The slot that has the state of `slot` before these moves. One lookup suffices, because
+        each parent in `slot_copies` has its own state then, even if it is the child of a later
+        pair."""
         return {child: parent for parent, child in self.slot_copies}.get(slot, slot)
 
     def release(self, slot: int) -> None:
-        """The slot's sequence has left: cancel copies into the slot. A slot is released once, even
-        if several sequences used it before the next step."""
+        """Cancel copies into a slot whose sequence has left, and release the slot. It is released
+        once, even if several sequences used it before the next step."""
         self.slot_copies = [pair for pair in self.slot_copies if pair[1] != slot]
         if slot not in self.released:
             self.released.append(slot)

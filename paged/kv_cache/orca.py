@@ -4,7 +4,7 @@ A sequence gets one run of blocks for its prompt and output when it is admitted,
 until it ends. The run comes from a buddy allocator, as the paper assumes for Orca, so its number of
 blocks is a power of two. The baselines differ in the tokens that they reserve:
 
-    orca_max           max_model_len, whatever the request
+    orca_max           max_model_len
     orca_pow2          the prompt and the next power of two of the true output length
     orca_oracle        the prompt and the true output length
     fastertransformer  as orca_max, and a new batch starts only when the last one has ended
@@ -12,12 +12,12 @@ blocks is a power of two. The baselines differ in the tokens that they reserve:
 A request that ends frees its run at once. Static batching reuses the room only for the next batch.
 A batch has at most as many requests as one step may begin to prefill.
 
-The true output length is the most tokens that the engine may generate: the group's limit. It is
+The true output length is the most tokens that the engine may generate (the group's limit). It is
 exact for requests that ignore the end-of-sequence token and have no stops, as in the paper.
-For other requests it is an upper bound; tokens that they never generate count as reserved until
-they end.
+For other requests it is an upper bound. Tokens that such a request never generates are counted as
+reserved until it ends.
 
-The device half is the dense policy's: a row of the block table lists the blocks of a run in order.
+The device half is the dense policy's. A row of the block table has the blocks of a run in order.
 """
 
 from collections.abc import Callable
@@ -53,10 +53,10 @@ class ReservingHost(HostPolicy):
         num_slots = config.max_num_seqs
         self.blocks = np.full((num_slots, self.table_width), NULL_BLOCK, np.int32)
         self._run = np.zeros(num_slots, np.int64)  # blocks of each slot's run
-        self._asked = np.zeros(num_slots, np.int64)  # tokens requested for it
+        self._asked = np.zeros(num_slots, np.int64)  # tokens requested for each slot's run
         self._limit = np.zeros(num_slots, np.int64)  # most tokens of the sequence
         self._computed = np.zeros(num_slots, np.int64)  # tokens that are written
-        self._refused = 0  # blocks of the last request that found no run; 0 after a success
+        self._refused = 0  # blocks of the last request, if there was no free run for it; else 0
         self._operations: list[tuple[str, str, np.ndarray]] = []
 
     @property
@@ -142,11 +142,11 @@ class ReservingHost(HostPolicy):
         """The parts of a sequence's run, in order:
 
         token states: computed tokens.
-        reserved: up to its limit, prompt and future tokens.
-        internal: up to the end of the requested room. Waste, but only known when it ends.
-        external: up to the end of the run (whole pages, a power of two of them). Waste at once.
+        reserved: prompt and future tokens, up to the sequence's limit.
+        internal: other requested room. It is waste, but this is only known at the sequence's end.
+        external: the rest of the run, whose number of blocks is a power of two. It is always waste.
 
-        External also counts free runs too small for the last request that found none, until a
+        If the last request had no free run, free runs too small for it are external, too, until a
         request is admitted."""
         token_states, limit = int(self._computed.sum()), int(self._limit.sum())
         asked, runs = int(self._asked.sum()), int(self._run.sum())
@@ -165,7 +165,7 @@ class ReservingHost(HostPolicy):
 
 
 def _check(config: CacheConfig, model: ModelConfig | None) -> None:
-    """Raises ValueError if no run holds max_model_len tokens: any baseline may request them."""
+    """Raises ValueError if no run holds max_model_len tokens, which any baseline may request."""
     buddies = BuddyAllocator(config.num_blocks - 1)
     longest = buddies.run_size(-(-config.max_model_len // config.page_size))
     if longest > buddies.largest_run:
@@ -182,7 +182,7 @@ def _sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
     width = -(-config.max_model_len // config.page_size)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
-        """Conservative: each sequence may need the run of max_model_len tokens."""
+        """Conservative, because each sequence may need the run of max_model_len tokens."""
         return num_sequences <= runs.size // runs.run_size(width)
 
     return Sizes((block_pool(config, model, 1),), width, fits)

@@ -2,7 +2,7 @@
 
 The host half decides which units of memory are copied or swapped around a step (`Moves`) and which
 pages a row may read (`tables`). The device half executes these decisions. A device half that
-manages pages itself returns a report of them to the host half.
+manages pages itself reports their numbers to the host half.
 """
 
 from collections.abc import Callable
@@ -89,9 +89,9 @@ class CacheConfig:
 
 
 class KVPolicy(Protocol):
-    """How pages are written and read: pure functions over a pytree `cache`, run under jit.
+    """Writes and reads pages, by pure functions over a pytree `cache`, run under jit.
 
-    It is a frozen dataclass, so that engines with equal device halves share compiled programs.
+    A policy is a frozen dataclass, so that engines with equal device halves share programs.
 
     Shards split axis 0 of all leaves of `cache`. Units are padded with the pool's `null_unit`,
     slots with max_num_seqs, which is no slot. A policy may have a further method
@@ -113,8 +113,8 @@ class KVPolicy(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Called in each layer: write the new tokens, attend. Returns `(out [T, H, D], cache)`.
 
-        `ModelConfig.attention` has the layer's scale, soft cap and window. A policy without
-        support for them rejects models without `plain_attention` in its `check`.
+        `ModelConfig.attention` has the layer's scale, soft cap and window. A policy that does not
+        support these rejects models without `plain_attention` in its `check`.
 
         Padding tokens (`inputs.token_rows` is S) write nothing. Scatters promise XLA distinct
         indices, so each padding token has its own index beyond the pool."""

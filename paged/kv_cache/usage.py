@@ -14,7 +14,7 @@ class Usage:
         for the output, tokens not yet generated.
     internal: other allocated room: unused ends of last blocks, or reserved and never used.
     external: room that the allocator cannot use; 0 with fixed-size blocks.
-    free: the rest.
+    free: all other room.
     shared: room saved by sharing; not part of the other categories.
     bytes: bytes in use, by pool.
     """

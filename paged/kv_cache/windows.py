@@ -9,7 +9,7 @@ import numpy as np
 
 from models.config import Attention
 
-EVERYTHING = np.iinfo(np.int32).max  # window of a layer without one, in arrays
+EVERYTHING = np.iinfo(np.int32).max  # value in arrays for layers without a window
 
 
 def by_window(attention: Attention, layer, run: Callable[[int | None], Any]):
@@ -23,8 +23,8 @@ def by_window(attention: Attention, layer, run: Callable[[int | None], Any]):
 
 
 def window_of(attention: Attention, layer):
-    """int32 window of the traced `layer`, `EVERYTHING` if it has none. None if no layer has a
-    window."""
+    """int32 window of the traced `layer`, or `EVERYTHING` for a layer without a window. None if no
+    layer has a window."""
     if attention.kinds == (None,):
         return None
     return jnp.array([window or EVERYTHING for window in attention.windows], jnp.int32)[layer]

@@ -28,11 +28,11 @@ NOTHING = Cost(0)
 # Bytes [n] of each sequence, and shares [n, I] of its tokens kept in each precision, the highest
 # first, over all heads.
 Stored = tuple[np.ndarray, np.ndarray]
-EVERYTHING = 2**40  # window of a layer without one
+EVERYTHING = 2**40  # window, in tokens, of a layer without a window
 
 
 class Layout(Protocol):
-    """Memory and reads of a policy, computed from sizes: frozen, and without a host half.
+    """Memory and reads of a policy, computed from sizes, without a host half. It is frozen.
 
     A policy that quantises or drops tokens has a further method:
 
@@ -107,8 +107,11 @@ def seen_up_to(tokens, window):
 
 
 def visible(contexts, new_tokens, windows: Sequence[int | None]) -> tuple[Any, Any]:
-    """([..., S] (query, key) pairs of a query head, [..., S] tokens that some query sees), of rows
-    with `contexts` and `new_tokens` [..., S] tokens, as a mean over layers with `windows`."""
+    """(pairs [..., S], seen [..., S]) of rows with `contexts` and `new_tokens` [..., S] tokens, as
+    means over layers with `windows`.
+
+    pairs: (query, key) pairs of a query head.
+    seen: tokens that at least one query sees."""
     contexts, new_tokens = (np.asarray(x, np.int64) for x in (contexts, new_tokens))
     if not any(windows):  # equal to the loop below, and faster
         return new_tokens * (2 * contexts - new_tokens + 1) / 2, contexts * 1.0

@@ -1,4 +1,4 @@
-"""Beam search: which beams live on, and which are finished (vLLM §4.4).
+"""Beam search: selection of live beams and of finished hypotheses (vLLM §4.4).
 
 The rules equal transformers' `generate(num_beams=width)`. A step ranks the continuations of all
 beams by one token. A continuation that ends becomes a finished hypothesis if it is among the best
@@ -61,7 +61,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of each beam's best next tokens `advance` needs."""
+        """Number of each beam's best next tokens that `advance` needs."""
         return self._width + len(self._eos)
 
     def advance(
@@ -82,7 +82,8 @@ class BeamSearch:
         assert self.num_candidates <= A, "too few next tokens"
         length = len(outputs[0]) + 1
         scores = np.asarray(self.scores, np.float32)[:, None] + top.astype(np.float32)
-        # Each beam has one continuation per end-of-sequence token, so `width` of these do not end.
+        # Each beam has one continuation per end-of-sequence token, so at least `width` of the
+        # candidates do not end.
         num_candidates = self._width * (1 + len(self._eos))
         best = np.argsort(-scores, axis=None, kind="stable")[:num_candidates]
         live: list[tuple[int, int]] = []
@@ -109,8 +110,8 @@ class BeamSearch:
     def best(self, n: int, outputs: Sequence[np.ndarray] = ()) -> list[Hypothesis]:
         """The best n hypotheses, best first.
 
-        outputs: the output tokens of each live beam, if the search is ended before it is over. The
-            live beams follow the finished hypotheses.
+        outputs: the output tokens of each live beam, if the search is stopped early. The live beams
+            follow the finished hypotheses.
         """
         live = [
             Hypothesis(np.asarray(tokens, np.int32), self._normalised(score, len(tokens)), "abort")

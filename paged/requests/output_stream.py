@@ -7,10 +7,10 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 
 
 class OutputStream(Iterator[RequestOutput]):
-    """The growing outputs of one request. `next` runs the engine's steps until there is one.
+    """The growing outputs of one request. `next` runs the engine's steps until there is an output.
 
-    After an interruption the iterator continues; if the request was ended, with an output of
-    reason 'error'.
+    After an interruption the iterator continues. If the interruption ended the request, the next
+    output has reason 'error'.
 
     next_output: returns the next output; raises StopIteration after the last one.
     close: aborts the request and deletes its outputs.

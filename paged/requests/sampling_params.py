@@ -10,7 +10,7 @@ from models.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from paged import checks
 from paged.checks import described, is_real, is_text, is_whole, refusal, shown
 
-MAX_SEQUENCES = 2**16  # that run at once, of one request or of many
+MAX_SEQUENCES = 2**16  # sequences that run at once, of one request or of many
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class SamplingParams:
     """How a request is decoded.
 
     Reported log-probabilities are natural logarithms from the model's own logits, before
-    temperature, penalties and bias; a simulated device reports none. A beam search equals
-    transformers' `generate` with num_beams, length_penalty and early_stopping; its n best
-    hypotheses are returned.
+    temperature, penalties and bias. A simulated device reports none. A beam search equals
+    transformers' `generate` with num_beams, length_penalty and early_stopping, and returns its n
+    best hypotheses.
 
     Raises ValueError for values of the wrong type or outside their range.
     """

@@ -38,7 +38,7 @@ class Sequence:
     """A prompt and its generated output.
 
     tokens: prompt and output, as far as the host has read them. While the sequence runs, they are
-        in `Slots` under `slot` instead.
+        in row `slot` of `Slots.tokens` instead.
     parent: the sequence of the same group with which it shares its first `shared` tokens; None
         once these are computed.
     """
@@ -70,9 +70,9 @@ class Sequence:
         self.computed = 0  # tokens whose keys and values were swapped out
         # The prefix cache's `chain` over `tokens`, computed when needed.
         self.block_keys: list[tuple[bytes, bytes]] | None = None
-        self.logprobs: list[TokenLogprob] = []  # of the output, if requested
+        self.logprobs: list[TokenLogprob] = []  # log-probabilities of the output, if requested
         self.text_stream: TextStream | None = None  # for stop strings and streaming
-        self.cumulative_logprob = 0.0  # of the output, if sequences are ranked
+        self.cumulative_logprob = 0.0  # the output's sum, if sequences are ranked
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,7 +89,7 @@ class Sequence:
 
 
 def _seed_of(seed: int, index: int) -> int:
-    """The seed of a group's sequence `index`. The first one samples as it would alone."""
+    """The seed of a group's sequence `index`. Sequence 0 samples as if it were the only one."""
     return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
 
 
@@ -98,7 +98,7 @@ class SequenceGroup:
 
     order: arrival order, which preemption does not change.
     limit: tokens (prompt and output) at which generation ends.
-    search: the beam search, if the request is one. Then `sequences` are its live beams, best first.
+    search: the beam search, whose live beams are `sequences`, best first; None for other requests.
 
     Times are seconds on the engine's clock.
     """
@@ -130,12 +130,12 @@ class SequenceGroup:
         self.arrival_s = 0.0
         self.first_token_s: float | None = None
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # taken from the prefix cache instead of computed
-        self.swapped: Any = None  # what `HostPolicy.swap_out` returned, until `swap_in`
-        self.cache_salt = ""  # cached prefixes are shared only under equal salts
+        self.num_cached_tokens = 0  # tokens from the prefix cache, which were not computed
+        self.swapped: Any = None  # the result of `HostPolicy.swap_out`, until `swap_in`
+        self.cache_salt = ""  # cached prefixes are shared only if salts are equal
         self.adapter: Adapter | None = None
-        self.adapter_slot = -1  # on the device, while it runs
-        self.overtaken = 0  # later groups that started first, as its adapter was absent
+        self.adapter_slot = -1  # adapter slot on the device while the group runs
+        self.overtaken = 0  # later groups that started first, because its adapter was absent
         self.stream = False
         self.pin = False  # whether its prompt's blocks are pinned when it ends
         self.mailbox: deque[RequestOutput] | None = None  # receives the outputs instead of `step`
@@ -152,7 +152,8 @@ class SequenceGroup:
 
     @property
     def misses_prompt_logprobs(self) -> bool:
-        """Whether requested ones are not computed yet; the first token has none."""
+        """Whether requested log-probabilities of the prompt are not computed yet. The first token
+        has none."""
         return None in self.prompt_logprobs[1:]
 
     @property
@@ -198,7 +199,7 @@ class SequenceOutput:
     tokens: the output so far.
     finish_reason: None while it runs; 'eos', 'length', 'stop' (a stop string or token), 'abort', or
         'error' (logits that are not finite, an adapter that cannot be loaded, a failed engine).
-    logprobs: of each token, None if not requested.
+    logprobs: log-probabilities of each token; None if not requested.
     score: in a beam search, the sum of log-probabilities divided by length ** length_penalty; with
         best_of above n, the sum; otherwise None.
     """
@@ -216,10 +217,10 @@ class RequestOutput:
 
     sequences: all sequences while the request runs; n at its end, the best first if they are
         ranked.
-    tokens, text, finish_reason, logprobs: of the first sequence.
-    prompt_logprobs: of each prompt token, with None for the first token and for tokens not computed
-        yet; None if not requested.
-    cached_tokens: prompt tokens taken from the prefix cache instead of computed.
+    tokens, text, finish_reason, logprobs: the first sequence's.
+    prompt_logprobs: log-probabilities of each prompt token, with None for the first token and for
+        tokens not computed yet; None if not requested.
+    cached_tokens: prompt tokens from the prefix cache, which were not computed.
     """
 
     request_id: str

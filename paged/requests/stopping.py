@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-REPLACEMENT = "\ufffd"  # What decoding returns for bytes that form no character.
-# How many pieces of text are decoded again with the next piece. A character has at most 4 bytes, so
-# the last 3 pieces may be unfinished, and 3 before them may begin in the middle of a character.
+REPLACEMENT = "\ufffd"  # The result of decoding bytes that form no character.
+# Number of pieces of text that are decoded again with the next piece. A character has at most 4
+# bytes, so the last 3 pieces may be unfinished, and the 3 before may begin inside a character.
 WINDOW = 8
 
 
@@ -23,12 +23,13 @@ class StopChecker:
         for token in eos_token_ids:
             if not 0 <= token < vocab_size:
                 raise ValueError(f"eos token {token} is outside the vocabulary of {vocab_size}")
-        # One more entry at the end, which INVALID_TOKEN finds as index -1.
+        # The last entry is for INVALID_TOKEN, which is -1.
         self._ends = np.zeros(vocab_size + 1, bool)
         self._ends[[*eos_token_ids, -1]] = True
 
     def ended(self, tokens, ignore_eos, known, limit) -> dict[int, str]:
-        """Why sequences end with their newest token, by row. All arguments are [S]."""
+        """Finish reasons of sequences that end with their newest token, by row. All arguments are
+        [S]."""
         reasons = {}
         for row in np.flatnonzero(self._ends[tokens] | (known >= limit)).tolist():
             if tokens[row] < 0:
@@ -53,16 +54,16 @@ def final_text(tokenizer, tokens, stop: tuple[str, ...]) -> str:
 
 
 class TextStream:
-    """The text of one sequence as its tokens come, and the search for stop strings in it.
+    """The text of one sequence as its tokens arrive, searched for stop strings.
 
-    `text` is `decode` of all tokens so far, without an unfinished character at the end: a character
-    of several tokens appears with the last of them. A U+FFFD at the end is held back too, since it
-    may stand for an unfinished character; it appears with the next token. When the sequence ends,
-    `final_text` has all that was held back.
+    `text` is `decode` of all tokens so far, without an unfinished character at the end. A character
+    of several tokens appears with its last token. A U+FFFD at the end may be an unfinished
+    character, so it appears with the next token. When the sequence ends, `final_text` has the whole
+    text.
 
     So the text only grows, with one exception. A tokenizer that falls back to bytes decodes a row
     of byte tokens as characters only if the whole row is UTF-8, and otherwise as one U+FFFD for
-    each byte. So a bad byte takes back the characters of its row.
+    each byte. So a bad byte replaces the characters of its row.
     """
 
     def __init__(self, tokenizer, stop: tuple[str, ...]):
@@ -70,9 +71,9 @@ class TextStream:
         self._skipped, self._byte_of = _vocabulary(tokenizer)
         self._decoded = ""  # `text`, with an unfinished character at its end.
         # The last pieces of text. A piece is a token, or the byte tokens of one character. The text
-        # of a token can depend on the tokens before it, so it is decoded together with these.
+        # of a token can depend on the tokens before it, so all are decoded together.
         self._window: list[list[int]] = []
-        self._known = 0  # How many characters of the window's text are in `text`.
+        self._known = 0  # Number of characters of the window's text that are in `text`.
         self._row: _ByteRow | None = None
 
     @property
@@ -81,7 +82,7 @@ class TextStream:
 
     @property
     def settled(self) -> str:
-        """The part of `text` that no later token takes back."""
+        """The part of `text` that no later token replaces."""
         return self.text if self._row is None else self.text[: self._row.start]
 
     def push(self, token: int) -> bool:
@@ -142,7 +143,7 @@ class _ByteRow:
 
     start: int
     length: int = 0
-    is_utf8: bool = True  # So far.
+    is_utf8: bool = True  # Whether all bytes so far are UTF-8.
     unfinished: list[int] = field(default_factory=list)  # The bytes after the last whole character.
     decoder: codecs.IncrementalDecoder = field(
         default_factory=codecs.getincrementaldecoder("utf-8")

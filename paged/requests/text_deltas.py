@@ -1,4 +1,4 @@
-"""The text of a sequence as its tokens come, in deltas that are never taken back."""
+"""The text of a sequence as its tokens arrive, in deltas that never change later."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from paged.requests.stopping import TextStream
 
 
 class TextDeltas:
-    """Deltas that concatenate to a prefix of a sequence's final text, whatever tokens follow.
+    """Deltas that concatenate to a prefix of a sequence's final text, for any further tokens.
 
     Text that a later token could change, or that may begin a stop string, waits in the stream.
     """

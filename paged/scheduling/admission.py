@@ -23,8 +23,8 @@ class PrefillRoom:
         self.refused, self.in_chunks, self.goes_on = False, in_chunks, in_chunks
 
     def takes(self, length: int, pinned: int = 0) -> bool:
-        """Whether the first chunk of a sequence of `length` tokens fits, after its `pinned` tokens;
-        if not, sets `refused`."""
+        """Whether the first chunk of a sequence of `length` tokens, after `pinned` tokens, fits. If
+        not, sets `refused`."""
         free = len(self.rows) < self._config.max_prefills_per_step
         free &= not (pinned and (self.in_chunks or self.goes_on))
         takes = free and self._chunk(pinned, length - pinned, self.budget) > 0
@@ -52,9 +52,9 @@ class PrefillRoom:
     def add(self, slot: int, left: int, forks: int = 0, start: int = 0, stop: int = 0) -> None:
         """Add a row with as many of the `left` tokens from `start` as fit.
 
-        A chunk ends where the policy allows a cut, and at `stop` if it lies beyond `start`. The
-        last token needs room for `forks` further rows of one token each; without that room it
-        waits for a later step.
+        A chunk ends where the policy allows a cut, and at `stop` if `stop` lies beyond `start`. The
+        last token needs room for `forks` further rows of one token each. Without this room the last
+        token waits for a later step.
         """
         most = min(self.budget, stop - start) if start < stop else self.budget
         count = self._chunk(start, left, most)
@@ -76,7 +76,7 @@ class AdmissionGate(Protocol):
 
     @property
     def loading(self) -> bool:
-        """Whether a load is in progress that will let requests in."""
+        """Whether a load is in progress after which the gate admits more requests."""
         ...
 
     def admits(self, group: SequenceGroup) -> bool: ...
@@ -93,7 +93,7 @@ class AdmissionGate(Protocol):
 
 
 class OpenGate:
-    """Holds nobody back."""
+    """Holds no request back."""
 
     loading = False
 
@@ -124,7 +124,7 @@ def candidates(
     waiting: Iterable[SequenceGroup], gate: AdmissionGate, returning: Collection[SequenceGroup],
     max_overtakes: int,
 ) -> Iterator[SequenceGroup]:  # fmt: skip
-    """Yield the groups to admit, in order. The caller admits each one before it takes the next.
+    """Yield the groups to admit, in order. The caller must admit each group before the next.
 
     Groups without their adapter are skipped, and each is overtaken at most `max_overtakes` times.
     While swapped groups return, new groups are skipped too, because a returning group may be

@@ -68,5 +68,5 @@ class Children:
         return bool(self.held)
 
     def let_go(self, child: Sequence) -> None:
-        """Release a child: its shared tokens are computed, or will be in the next step."""
+        """Release a child whose shared tokens are computed, or will be in the next step."""
         child.parent, self._slots.held[child.slot] = None, False

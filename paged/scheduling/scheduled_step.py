@@ -69,8 +69,10 @@ def by_adapter(
 def rows_of(
     prefills: list[tuple[int, int]], decodes: np.ndarray, iterations: np.ndarray, forks: list[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(slots, counts, most) [n] of a step's rows: counts are the tokens that each computes, most
-    the tokens that it may sample. Forks compute nothing and sample one."""
+    """(slots, counts, most) [n] of a step's rows. Forks compute no token and sample one.
+
+    counts: number of tokens that each row computes.
+    most: number of tokens that each row may sample."""
     if not prefills and not forks:
         return decodes, iterations, iterations
     chunks = np.array(prefills, np.int64).reshape(-1, 2)

@@ -1,11 +1,11 @@
-"""Iteration-level scheduling: who runs next, and with how many tokens (vLLM §4.3, §4.5).
+"""Iteration-level scheduling: the sequences of each step, and their tokens (vLLM §4.3, §4.5).
 
 First come, first served. Each step takes all running sequences that decode, then chunks of running
 prompts under a token budget, then new requests while blocks and slots allow. A request whose
 adapter is not on the device may be overtaken. When blocks run out, the latest arrivals are
-preempted, with all sequences of their group. They keep their place in the queue, and are recomputed
-or swapped in. If a policy treats output differently in a prompt, recomputed output is replayed:
-decoded token by token.
+preempted, with all sequences of their group. Preempted groups keep their place in the queue, and
+are recomputed or swapped in. If a policy treats output differently in a prompt, recomputed output
+is replayed: decoded token by token.
 """
 
 import bisect
@@ -28,8 +28,8 @@ ARRIVAL = operator.attrgetter("order")
 
 
 class Scheduler:
-    """`schedule` decides a step and counts its tokens as computed; `update` records the sampled
-    tokens, a step later.
+    """`schedule` decides a step, whose tokens are then part of `Slots.computed`. `update` records
+    the sampled tokens, a step later.
 
     gate: holds back requests for reasons other than lack of room.
     """
@@ -41,8 +41,8 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
         # nobody_enters: no waiting group can enter a next step with the same rows, until a group is
-        # added or memory is freed. With fewer rows none can either, unless lacked_room: the last
-        # step had no room for a prompt.
+        # added or memory is freed. lacked_room: the last step had no room for a prompt. If it had
+        # room, nobody_enters also applies to a next step with fewer rows.
         self.nobody_enters = self.lacked_room = False
         self._head_lacks_memory = False
         self._running_slots: np.ndarray | None = None
@@ -62,7 +62,7 @@ class Scheduler:
         return self._running_slots
 
     def add(self, group: SequenceGroup) -> None:
-        # It waits behind a head without memory, but its adapter may need a load.
+        # The group waits behind a head without memory, but the group's adapter may need a load.
         self.nobody_enters &= self._head_lacks_memory and not self.config.adapter_slots
         self.waiting.append(group)
 
@@ -75,8 +75,8 @@ class Scheduler:
             self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End one sequence; its blocks are free at once. A step in flight may still write them, but
-        steps run in order: the next owner writes later."""
+        """End one sequence. Its blocks are free at once. A step in flight may still write them, but
+        the next owner writes later, because steps run in order."""
         if sequence.status is Status.RUNNING:
             self._free(sequence, Status.FINISHED)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
@@ -108,8 +108,8 @@ class Scheduler:
         self.nobody_enters = False
 
     def _ready(self, slots: np.ndarray) -> np.ndarray:
-        """The running `slots` that decode in the next step: their newest token, or one of replayed
-        output. All beams of a group decode in the same step."""
+        """The running `slots` that decode in the next step, either their newest token or a token of
+        replayed output. All beams of a group decode in the same step."""
         ready = slots[self.slots.generate(slots)]
         for group in self._beams:
             beams = [beam.slot for beam in group.sequences]
@@ -125,8 +125,8 @@ class Scheduler:
     def _iterations(self, decodes: np.ndarray) -> np.ndarray:
         """Tokens [n] that each of `decodes` [n] computes in a step without prefills.
 
-        This is `multi_step`, capped by the tokens left to replay or, without any, by the length
-        limit. It is 1 for beams, and for all rows if blocks do not suffice.
+        This is `multi_step`, capped by the tokens left to replay. If none are left, it is capped by
+        the length limit. It is 1 for beams, and for all rows if blocks do not suffice.
         """
         s = self.slots
         replayed = s.length[decodes] - s.computed[decodes] - 1
@@ -144,7 +144,8 @@ class Scheduler:
         slots = [sequence.slot for sequence in sequences]
         for sequence in sequences:
             sequence.computed = int(self.slots.computed[sequence.slot])
-        # A host pool as large as the device's can be full: groups grow before they are swapped out.
+        # Even a host pool as large as the device's can be full, because groups grow before they are
+        # swapped out.
         if swaps(self.config, len(slots)) and self.policy.can_swap_out(slots):
             group.swapped = self.policy.swap_out(slots)
             for sequence in sequences:
@@ -187,7 +188,7 @@ class Scheduler:
         length = len(sequences[0].prefill_tokens(self.slots.replays))
         if not room.takes(length, self.policy.pinned(sequences[0])):
             return False
-        # With nothing else running there is no growth to keep blocks for.
+        # If no other group runs, no blocks are kept for growth.
         if not self.policy.can_admit(sequences, keep_watermark=bool(self.running)):
             return False
         for sequence in sequences:
@@ -220,7 +221,7 @@ class Scheduler:
         for slot in slots[(s.prefill_left(slots) > 0) & ~s.held[slots]].tolist():
             start = int(s.computed[slot])
             left = int(min(s.length[slot], s.prefill[slot])) - start
-            # The last token is left to a decode row: all beams sample in the same step.
+            # A decode row computes the last token, so that all beams sample in the same step.
             if s.beam[slot] and len(s.sequence_in(slot).group.sequences) > 1 and not s.replays:
                 left -= 1
             stop = self._can.pinned_tokens(left + start) if s.sequence_in(slot).group.pin else 0
@@ -243,7 +244,7 @@ class Scheduler:
         self._add_prefills(running, room)
 
         admitted, refused = list[SequenceGroup](), None
-        # A step that preempts admits no group: it would take the blocks just freed.
+        # A step that preempts admits no group, which would take the blocks just freed.
         closed = bool(preempted) or (self._can.static_batching and bool(self.running))
         most = self.config.max_overtakes
         for group in candidates(() if closed else self.waiting, self.gate, self.returning, most):
@@ -287,7 +288,7 @@ class Scheduler:
         if self._children:
             released = self._children.release([*prefills, *((int(slot), 1) for slot in decodes)])
         iterations = np.ones(len(decodes), np.int64)
-        # A released child shares what its parent has computed after one iteration, no more.
+        # A released child shares only the tokens that its parent has computed after one iteration.
         if self.config.multi_step > 1 and not prefills and not released.shares:
             iterations = self._iterations(decodes)
             self.policy.append(decodes, s.computed[decodes] + iterations)

@@ -1,7 +1,7 @@
 """Host state of running sequences, as arrays over slots.
 
-A slot is a small integer that a sequence keeps from admission to its end or preemption; on the
-device the sequence's state lives under the same number. Arrays keep the per-step cost of hundreds
+A slot is a small integer that a sequence keeps from admission to its end or preemption. On the
+device the sequence's state has the same index. Arrays keep the per-step cost of hundreds
 of running sequences to a few vector operations. The `slot_mapping` of the attention ops uses the
 literature's meaning instead: there, a slot is the room for one token in the KV cache.
 """
@@ -55,8 +55,8 @@ class Slots:
 
     With tokens in flight, computed = length - 1: the next step computes the newest token. Otherwise
     computed < length, with two exceptions. A beam has computed = length once its step is
-    dispatched, since the host chooses its next token. For a held sequence the tokens shared with
-    its parent, which may be all, count as computed: the parent computes them for both.
+    dispatched, since the host chooses its next token. For a held sequence, computed includes the
+    tokens shared with its parent, which computes them for both. These may be all tokens.
 
     generation: number of the slot's earlier owners, to recognise results of an earlier owner.
     watched: whether the host must inspect each new token: for the first token's time, stop
@@ -107,8 +107,8 @@ class Slots:
         return (left == 1) & (length < self.limit[slots]) & ~self.held[slots]
 
     def prefill_left(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens [n] of `slots` [n] left for prefill rows. 0 if one token is left: a decode row
-        computes it."""
+        """Tokens [n] of `slots` [n] left for prefill rows. 0 if one token is left, which a decode
+        row computes."""
         left = np.minimum(self.prefill[slots], self.length[slots]) - self.computed[slots]
         return np.where(left > 1, left, 0)
 
@@ -132,7 +132,7 @@ class Slots:
             count[slots] += 1
 
     def acquire(self, sequence: Sequence) -> int:
-        """Give `sequence` a slot, with nothing computed yet."""
+        """Assign a slot to `sequence`. No tokens are computed yet."""
         slot, group = self._free[-1], sequence.group
         n = len(sequence.tokens)
         self.tokens[slot, :n] = sequence.tokens

@@ -27,7 +27,7 @@ from paged.server.service import Service
 from paged.server.validation import chat_tokens, read
 
 log = logging.getLogger("paged.server")
-SPARE_FILES = 64  # beside connections: adapters, and pipes of engines in other processes
+SPARE_FILES = 64  # open files beside connections: adapters, pipes of engines in other processes
 NULLABLE = {"type": ["string", "null"]}
 ERROR_FIELDS = {
     "message": {"type": "string"}, "type": {"type": "string"}, "param": NULLABLE, "code": NULLABLE,
@@ -94,14 +94,14 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, and bodies that cannot be read."""
+    """The response to unknown paths and methods, and to bodies that cannot be read."""
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path}"
     return ApiError(error.status_code, message, headers=error.headers).response
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:
-    """The OpenAPI document's entry of a body that its path parses itself."""
+    """The OpenAPI document's entry for the body of a route that parses its body itself."""
     content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -213,7 +213,8 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ValueError if no server can listen there: a check before an engine is built."""
+    """Raise ValueError if no server can listen at the address. To be called before an engine is
+    built."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()

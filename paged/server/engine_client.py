@@ -24,7 +24,7 @@ from paged.stats import EngineStats, Totals, summed
 
 log = logging.getLogger("paged.server")
 IDLE_S = 1.0  # longest sleep of a thread without work
-ATTEMPT = 0  # A request that never moves has one attempt.
+ATTEMPT = 0  # The only attempt of a client's request. Moves are hidden in the cluster.
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Stats:
 
 @dataclass(eq=False)
 class Reply:
-    """The growth and the end of one request, for asyncio's thread alone. Times are seconds of
+    """The growth and the end of one request. Only asyncio's thread uses it. Times are seconds of
     `time.monotonic`.
 
-    streams: whether growth is buffered. False once more than `max_buffered` tokens have waited: a
-        slow reader holds up nobody, and gets the rest with the end.
-    ready: set when growth or the end has come; replies may share one event.
-    growth: new tokens that no reader has taken yet.
+    streams: whether growth is buffered. False once more than `max_buffered` tokens have waited.
+        Their slow reader then gets all further tokens at the end.
+    ready: set when growth or the end has arrived. Replies may share one event.
+    growth: new tokens that the reader has not taken yet.
     output: the final output.
-    failure: why there is no output.
+    failure: the reason why there is no output.
     """
 
     streams: bool
@@ -88,8 +88,8 @@ class Reply:
 
 class Client(ABC):
     """A thread that drives engines. Other threads call the public methods, which return at once,
-    except `close`. Private methods run in the thread, between two steps, except `_call` and
-    `_result`.
+    except `close`. Private methods run in the client's thread, between two steps, except `_call`
+    and `_result`.
 
     _engine: None for a client of several engines.
     """
@@ -177,7 +177,7 @@ class Client(ABC):
                 if event.output is not None or event.refused is not None:
                     self._replies.pop(event.request_id, None)
         if news:
-            with suppress(RuntimeError):  # The event loop is closed: nobody waits any more.
+            with suppress(RuntimeError):  # The event loop is closed: no reader waits any more.
                 news[0][0].loop.call_soon_threadsafe(_receive, news, now_s)
 
     def _fail(self, request_ids: Iterable[str], why: str) -> None:
@@ -190,7 +190,7 @@ def _receive(news: list[tuple[Reply, Progress]], now_s: float) -> None:
 
 
 class EngineClient(Client):
-    """One engine. After a failed step it goes on without the requests of that step."""
+    """One engine. After a failed step it continues without that step's requests."""
 
     def __init__(self, engine: Engine):
         self.engine = self._engine = engine
@@ -216,7 +216,7 @@ class EngineClient(Client):
 
     def _recover(self) -> None:
         """A failed engine step ends its requests with outputs, which the next step delivers. A
-        failure outside the engine may lose these outputs: their requests are ended here."""
+        failure outside the engine may lose these outputs. Such requests are ended here."""
         self._call(partial(self._end_lost, list(self._replies)))
 
     def _end_lost(self, request_ids: list[str]) -> None:
@@ -232,14 +232,14 @@ class EngineClient(Client):
 
 class ClusterClient(Client):
     """A cluster with started runners, in this process or in Ray actors. Requests move between
-    runners; the requests of a dead runner go on elsewhere. Without a tokenizer in the runners'
+    runners. A dead runner's requests continue on other runners. Without a tokenizer in the runners'
     engines, outputs have no text."""
 
     def __init__(self, live: LiveCluster):
         self._live, self._cluster = live, live.cluster
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._num_sent: dict[str, list[int]] = {}  # tokens delivered of each sequence, by request
-        self._prompt_tokens = self._output_tokens = 0  # of requests that have ended
+        self._prompt_tokens = self._output_tokens = 0  # tokens of requests that have ended
         super().__init__("cluster")
 
     def submit(self, request: ClusterRequest, reply: Reply) -> None:
@@ -322,8 +322,8 @@ class ClusterClient(Client):
                 yield Growth(i, start, new)
 
     def _stats(self) -> Stats:
-        """Each runner's latest `Figures`. Tokens of ended requests are counted here, because a
-        moved request would count on several runners."""
+        """Each runner's latest `Figures`. Tokens of ended requests are counted here, because
+        several runners would count a moved request's tokens."""
         cluster, figures = self._cluster, self._cluster.figures
         runners = {uuid: figures[uuid].engine for uuid in cluster.state.gpus if uuid in figures}
         runners["queue"] = EngineStats(running=0, waiting=len(cluster.state.queue))

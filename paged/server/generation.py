@@ -1,4 +1,4 @@
-"""The engine's requests of one HTTP request, and their outputs as deltas of its choices."""
+"""The engine's requests of one HTTP request, and their outputs as deltas of choices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +14,7 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length"}  # the engine's rea
 
 
 class ClientLeft(Exception):
-    """Nobody waits for the response any more."""
+    """The client has disconnected, and no longer waits for the response."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Delta:
     """The new part of a choice, or a whole choice that is not streamed.
 
     index: the choice's index in the response.
-    logprobs: of `tokens`; None where not requested.
+    logprobs: log-probabilities of `tokens`; None if not requested.
     offsets: characters of the choice's text before each token; used with `logprobs` only.
     first: whether the part begins the choice.
     """
@@ -78,7 +78,7 @@ class Generation:
             self.client.submit(request, self.replies[-1])
 
     def fail(self, error: ApiError | ClientLeft) -> None:
-        """Make the response's wait for the engine raise `error`. Only the first call counts."""
+        """Make the response's wait for the engine raise `error`. Later calls have no effect."""
         self._failure = self._failure or error
         self._ready.set()
 
@@ -95,7 +95,7 @@ class Generation:
         return [_whole_output(reply) for reply in self.replies]
 
     async def _news(self) -> None:
-        """Wait for growth or an end. Raises ApiError or ClientLeft if neither will come."""
+        """Wait for a reply's growth or end. Raises ApiError or ClientLeft if there will be none."""
         try:
             async with asyncio.timeout_at(self.deadline_s):
                 await self._ready.wait()
@@ -109,13 +109,13 @@ class Generation:
             raise ApiError(503, "the engine has ended")
 
     async def finish(self) -> list[RequestOutput]:
-        """The outputs of all prompts. Raises ApiError if a prompt has none."""
+        """Wait for the outputs of all prompts. Raises ApiError if a prompt has no output."""
         while not all(reply.ended for reply in self.replies):
             await self._news()
         return self.outputs
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """New deltas, whenever there are some. Raises ApiError if a request fails."""
+        """Yield new deltas as they arrive. Raises ApiError if a request fails."""
         running = dict(enumerate(self.replies))
         while running:
             await self._news()
@@ -152,7 +152,7 @@ class Generation:
 
     def _grown(self, i: int, growth: Growth) -> Delta | None:
         """The delta of new tokens; None if there is nothing to send yet. The last tokens wait for
-        `rest`: only the final output has their text."""
+        `rest`, because only the final output has their text."""
         if growth.output.finish_reason is not None:
             return None
         choice, logprobs = self._choice(i, growth.index), growth.output.logprobs

@@ -1,5 +1,5 @@
-"""Checks of every connection and request: limits of time, number and size, request smuggling, API
-keys; also request ids and the access log."""
+"""Checks of every connection and request: limits of time, number and size, request smuggling and
+API keys. Also assigns request ids, and writes the access log."""
 
 import asyncio
 import hashlib
@@ -22,9 +22,9 @@ from paged.server.settings import ServerConfig
 
 log = logging.getLogger("paged.server.access")
 KEYLESS = ("/health", "/")  # paths without a key
-# Statuses of requests with bodies that are not read to their ends. A connection that is closed
-# while data still arrives is reset, and many clients then see no response. So the rest of the body
-# is first read and dropped, for LINGER_S seconds at most.
+# Statuses of requests whose bodies are not read to the end. A connection that is closed while data
+# still arrives is reset, and many clients then see no response. So the rest of the body is first
+# read and dropped, for LINGER_S seconds at most.
 UNREAD, LINGER_S = (408, 413), 2.0
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -32,11 +32,11 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 class BoundedHttp(H11Protocol):
     """HTTP/1.1 by uvicorn with h11, a strict parser. uvicorn's keep-alive timeout runs from a
-    response to the first byte of the next head; here it runs from the connection, or from the last
-    response, to the end of a head.
+    response to the first byte of the next head. Here the timeout runs from the connection, or from
+    the last response, to the end of a head.
 
-    A connection above uvicorn's limit_concurrency - 1 replaces the one that has waited longest for
-    a request; if none waits, uvicorn answers with status 503.
+    A connection above uvicorn's limit_concurrency - 1 replaces the connection that has waited
+    longest for a request. If no connection waits, uvicorn answers with status 503.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -78,8 +78,8 @@ class BoundedHttp(H11Protocol):
         self._unset_keepalive_if_required()
 
     def send_400_response(self, msg: str) -> None:
-        """The response to bytes that are not HTTP. While another response is under way, the
-        connection is only closed."""
+        """Respond to bytes that are not HTTP. While another response is being sent, the connection
+        is only closed."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
@@ -135,9 +135,9 @@ class Guard:
             await self._app(scope, body.receive, respond)
         except ApiError as error:
             await fail(error)
-        except ClientDisconnect:  # in the middle of its body
+        except ClientDisconnect:  # The client left before the end of its request's body.
             pass
-        except asyncio.CancelledError:  # The server ends; uvicorn would log where the task waited.
+        except asyncio.CancelledError:  # The server ends. uvicorn would log the task's stack.
             if not status:
                 await fail(ApiError(503, "the server has shut down"))
         except Exception:
@@ -157,7 +157,7 @@ class Guard:
     def _check(self, path: str, headers: dict[bytes, bytes]) -> int | None:
         """The index of the request's key among the keys; None for a path without a key."""
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy that goes by the other header would read the rest as another request.
+            # A proxy that uses the other header would read the body's end as another request.
             message = "either Transfer-Encoding or Content-Length, not both"
             raise ApiError(400, message, headers={"Connection": "close"})
         length = headers.get(b"content-length", b"0")

@@ -15,15 +15,15 @@ from paged.server.service import Service
 
 PAGE = Path(__file__).with_suffix(".html")
 FRESH_S = 0.5  # age in seconds at which the state is rebuilt
-MAX_CELLS = 4096  # of a pool; in a larger pool a cell stands for several units
-MAX_REQUESTS = 64  # shown one by one
+MAX_CELLS = 4096  # cells of a pool; in a larger pool a cell stands for several units
+MAX_REQUESTS = 64  # requests shown one by one
 
 
 @dataclass(frozen=True)
 class PoolMap:
     """The owners of a pool's units of KV memory.
 
-    units_per_cell: units for which a cell stands.
+    units_per_cell: number of units that a cell represents.
     cells: the owner (`HostPolicy.owners`) of each cell's first unit, int32 [MAX_CELLS at most].
     """
 
@@ -44,7 +44,7 @@ class View:
 
 
 def view(engine: Engine) -> View:
-    """Called by the thread that drives the engine."""
+    """The engine's view. Must be called by the thread that drives the engine."""
     groups = [*engine.scheduler.running, *engine.scheduler.waiting]
     lengths = engine.scheduler.slots.known
     return View(
@@ -83,7 +83,7 @@ class Live:
         self._state, self._made_s = b"", -FRESH_S
 
     async def state(self) -> bytes:
-        """JSON."""
+        """The state as JSON."""
         async with self._lock:
             if time.monotonic() - self._made_s >= FRESH_S:
                 self._state = dumps(await self._make())

@@ -24,7 +24,8 @@ STATS_S = 30.0  # seconds without an answer of the engine's thread after which /
 
 
 class ServerMetrics:
-    """Times run from a prompt's submission to the `Client` to the delivery by its thread.
+    """Times begin when a prompt is submitted to the `Client`, and end when the client's thread
+    delivers tokens.
 
     http: responses, by path and status.
     """
@@ -66,7 +67,7 @@ class ServerMetrics:
             self._tpot.observe((reply.end_s - reply.first_token_s) / (num_tokens - 1))
 
     async def text(self) -> bytes:
-        """Prometheus's text format."""
+        """The metrics in Prometheus's text format."""
         async with asyncio.timeout(STATS_S):
             stats = await asyncio.wrap_future(self._client.stats())
         registry = CollectorRegistry()

@@ -13,11 +13,11 @@ from paged.checks import help_of
 from paged.requests.sampling_params import SamplingParams
 from paged.validation import PromptTooLong
 
-CLIENT_LEFT = 499  # for logs and metrics only: the client has gone
+CLIENT_LEFT = 499  # status in logs and metrics of a request whose client has disconnected
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-MAX_FIELDS = 1000  # of any map
-# Each generated token is compared with all of these.
+MAX_FIELDS = 1000  # fields of a map
+# Stops are limited, because each generated token is compared with all stops.
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_TOKENS = 64, 1024, 1024
 HELP = help_of(SamplingParams)
 T = TypeVar("T")  # A `type` statement would become a schema of its own in the OpenAPI document.
@@ -51,7 +51,7 @@ class ApiError(fastapi.HTTPException):
 def engine_error(error: ValueError, names: Mapping[str, str], default: str) -> ApiError:
     """The error of a request that the engine refuses.
 
-    names: the engine's field names → the request's.
+    names: the engine's field names → the request's field names.
     default: the request's field for an engine's message that names no field.
     """
     message = str(error)
@@ -62,7 +62,7 @@ def engine_error(error: ValueError, names: Mapping[str, str], default: str) -> A
 
 
 def body_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error of a body that pydantic refuses: all reasons for the first wrong field."""
+    """The error of a body that pydantic refuses, with all reasons for the first wrong field."""
     if not errors or not errors[0]["loc"]:
         if errors and errors[0]["type"] == "json_invalid":
             return ApiError(400, f"the body is no JSON: {errors[0]['ctx']['error']}")
@@ -74,7 +74,8 @@ def body_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def dumps(content: Any) -> bytes:
-    """JSON in ASCII: a message may quote half a surrogate pair, which UTF-8 cannot encode."""
+    """JSON in ASCII, because a message may quote half a surrogate pair, which UTF-8 cannot
+    encode."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -96,7 +97,7 @@ def option(name: str, more: str = "") -> Any:
 
 
 Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
-Items = Annotated[list[T], Field(fail_fast=True)]  # An error for each bad item takes minutes.
+Items = Annotated[list[T], Field(fail_fast=True)]  # Errors for all bad items would take minutes.
 # OpenAI's fields that clients send empty. Other values would change a request's meaning, and are
 # refused.
 Unsupported = Annotated[
@@ -110,7 +111,8 @@ Unsupported = Annotated[
 
 
 class Body(BaseModel):
-    """A request body: only declared fields, only of the declared types; null is the default."""
+    """A request body. It may have only declared fields of the declared types. A null is the
+    default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

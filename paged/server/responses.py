@@ -13,7 +13,8 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf.
 
 
 def usage(outputs: Sequence[RequestOutput], silent: bool) -> dict[str, Any]:
-    """Counts of tokens. silent: whether max_tokens is 0 (with echo): no generated token counts."""
+    """Counts of tokens. silent: whether max_tokens is 0 (with echo). Then the completion has 0
+    tokens."""
     prompt = sum(len(output.prompt_tokens) for output in outputs)
     sequences = [sequence for output in outputs for sequence in output.sequences]
     completion = 0 if silent else sum(len(sequence.tokens) for sequence in sequences)
@@ -101,8 +102,9 @@ class CompletionFormat(ResponseFormat):
         return self._texts.text(token, "bytes:")
 
     def _top(self, logprob: TokenLogprob | None) -> dict[str, float] | None:
-        """Log-probabilities by text: of the alternatives, best first, and of the token itself. If
-        another token has the same text, the key is the id, in vLLM's notation."""
+        """Log-probabilities of the alternatives, best first, and of the token itself. The keys are
+        texts. If two tokens have the same text, the key of the second is its id, in vLLM's
+        notation."""
         if logprob is None:
             return None
         values = {**logprob.top, logprob.token: logprob.logprob}

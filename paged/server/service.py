@@ -32,8 +32,8 @@ log = logging.getLogger("paged.server")
 RATE_WINDOW_S = 30.0
 MAX_RETRY_S = 600.0
 MAX_COMPOSED = 4  # characters that a tokenizer may normalise to one (NFC)
-MAX_THREADS = 2  # for long work
-LAST_READ_S = 1.0  # in which clients may read the error that the server shuts down
+MAX_THREADS = 2  # threads for long work
+LAST_READ_S = 1.0  # seconds in which clients may read the error that the server shuts down
 
 
 class Pace:
@@ -49,7 +49,7 @@ class Pace:
         self._busy_since_s = now()
 
     def begin(self) -> None:
-        """Restart the measurement: the server was idle until now."""
+        """Restart the measurement after the server was idle."""
         self._busy_since_s = self._now()
         self._ends.clear()
 
@@ -57,7 +57,8 @@ class Pace:
         self._ends.append(self._now())
 
     def seconds_for(self, count: int) -> int:
-        """Seconds in which `count` prompts end, from 1 to MAX_RETRY_S; 1 if none has ended yet."""
+        """Estimated seconds until `count` prompts end, from 1 to MAX_RETRY_S; 1 if none has ended
+        yet."""
         now = self._now()
         while self._ends and self._ends[0] < now - RATE_WINDOW_S:
             self._ends.popleft()
@@ -71,7 +72,7 @@ class Service:
     """One model and its adapters, served by name. Calls come from asyncio's thread.
 
     chat_template: None for the tokenizer's own template, if it has one.
-    logprobs: whether the engines compute log-probabilities; simulated ones do not.
+    logprobs: whether the engines compute log-probabilities. Simulated engines do not.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class Service:
         ).tolist()
 
     def check_length(self, text: str, field: str) -> None:
-        """Raise ApiError for a text that exceeds max_model_len however it is tokenized: tokenizing
-        it would take seconds."""
+        """Raise ApiError for a text that exceeds max_model_len in any tokenization. Called before
+        tokenizing, which would take seconds."""
         if len(text) > self._max_text:
             message = (
                 f"{field}: a text of {len(text):,} characters; those of max_model_len "
@@ -195,8 +196,8 @@ class Service:
                 self.metrics.ended(reply)
 
     async def drain(self) -> None:
-        """Accept no more requests, and wait until all have ended. After `drain_s` seconds the rest
-        fail, and have LAST_READ_S seconds to deliver their errors."""
+        """Accept no more requests, and wait until all have ended. After `drain_s` seconds all other
+        requests fail, and have LAST_READ_S seconds to deliver their errors."""
         self.draining = True
         log.info("draining: %d prompts are pending", self.pending)
         await self._idle(self.settings.drain_s)

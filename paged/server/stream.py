@@ -41,9 +41,9 @@ DONE = b"data: [DONE]\n\n"
 class Plan:
     """A request that has passed all checks.
 
-    response_id: the response's id; the engine's requests have it with a suffix.
-    echoes: for each prompt the text that its choices begin with; None without echo.
-    offsets: for each prompt the characters before each token; None without log-probabilities.
+    response_id: the response's id. Ids of the engine's requests are this id with a suffix.
+    echoes: the text with which each prompt's choices begin; None without echo.
+    offsets: characters before each token of each prompt; None without log-probabilities.
     silent: whether the response leaves out generated tokens, because none was requested.
     """
 
@@ -102,7 +102,7 @@ def _plan_chat(service: Service, body: api.ChatRequest) -> Plan:
 
 async def _respond(service: Service, request: Request, plan: Plan) -> Response:
     key, salt = request.state.key, plan.body.cache_salt or ""
-    if key is not None:  # Or `cached_tokens` would show one key the prompts of another.
+    if key is not None:  # Otherwise `cached_tokens` would reveal prompts of other keys.
         salt = f"key {key}: {salt}"
     generation = service.begin(
         plan.response_id, plan.prompts, plan.sampling, plan.adapter, salt,
@@ -131,9 +131,9 @@ def _whole(plan: Plan, generation: Generation) -> Json:
 
 
 def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
-    """The delta; if it begins a choice, with the echo of prompt `i` before it.
+    """The delta. A delta that begins a choice gets the echo of prompt `i` before its text.
 
-    output: the prompt's, for the prompt's log-probabilities; streams have none.
+    output: the prompt's output, with the prompt's log-probabilities; None in streams.
     """
     if plan.silent:
         nothing = None if delta.logprobs is None else ()
@@ -187,8 +187,8 @@ async def _watch(receive: Receive, generation: Generation) -> None:
 
 class EventStream(Response):
     """A response of server-sent events. Nothing is sent before the first event, so that a request
-    that fails at once gets an error status. A client that has not read its stream by the
-    generation's deadline is cut off."""
+    that fails at once gets an error status. The connection of a client that has not read its stream
+    by the generation's deadline is closed."""
 
     def __init__(self, service: Service, generation: Generation, events: AsyncIterator[bytes]):
         super().__init__(media_type="text/event-stream")
@@ -218,7 +218,7 @@ class EventStream(Response):
             await write(_event(error.content))
         except (ClientLeft, TimeoutError):
             raise
-        except Exception:  # The status has been sent: only an event can report the failure.
+        except Exception:  # The status has been sent, so only an event can report the failure.
             log.exception("a stream has failed")
             failure = ApiError(500, "the server has failed; its log says where")
             await write(_event(failure.content))

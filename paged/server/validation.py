@@ -23,7 +23,7 @@ from paged.server.openai_format import (
 from paged.server.service import Service
 
 LONG_BODY = 4096  # bytes above which a body is parsed in a thread
-MAX_DEPTH = 64  # of nested lists and maps
+MAX_DEPTH = 64  # depth of nested lists and maps
 # A bracket, a quote, or the text between them, in pieces short enough to let other threads run.
 _PIECE = re.compile(rb'[][{}"]|[^][{}"]{1,65536}')
 # Fields with the same name and meaning in the API and in SamplingParams.
@@ -44,11 +44,11 @@ TEMPLATE_PARAMETERS = {"tools", "documents", "continue_final_message"}
 async def read[B: Body, T](
     service: Service, request: Request, kind: type[B], use: Callable[[Service, B], T]
 ) -> T:
-    """Parse a request's body as `kind`, and return `use(service, body)`; both in a thread if the
-    body is long. Raises ApiError for a body that is no `kind`.
+    """Parse a request's body as `kind`, and return `use(service, body)`. Both run in a thread if
+    the body is long. Raises ApiError for a body that is no `kind`.
 
     Parsing holds Python's global lock: 0.1 s for the longest allowed body. An overlong list would
-    take seconds, so `check_lengths` refuses it before.
+    take seconds, so `check_lengths` refuses it before parsing.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     content = b"".join([part async for part in request.stream()])
@@ -71,9 +71,9 @@ async def read[B: Body, T](
 def check_lengths(content: bytes, max_items: int, max_total: int) -> None:
     """Raise ApiError for JSON with a list of more than `max_items`, a map of more than MAX_FIELDS,
     more than `max_total` items in all, or lists and maps nested deeper than MAX_DEPTH. Text that is
-    not JSON passes: the parser refuses it."""
+    not JSON passes, because the parser will refuse it."""
     room: list[int] = []  # commas still allowed in each open list or map
-    field = None  # last string in the outermost map: the name of the value after it
+    field = None  # last string in the outermost map, which names the next value
     at = 0
     while found := _PIECE.match(content, at):
         piece, at = found[0], found.end()
@@ -175,7 +175,7 @@ def _shared(service: Service, body: api.GenerationRequest) -> dict[str, Any]:
     if body.stop is not None:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         special = service.texts.special
-        # Outputs never contain a special token's text: such a stop string means the token.
+        # Outputs never contain a special token's text, so such a stop string stops at the token.
         values["stop"] = [text for text in stop if text not in special]
         ends = () if body.ignore_eos else service.model.eos_token_ids
         tokens = [special[text] for text in stop if text in special and special[text] not in ends]
@@ -235,7 +235,7 @@ def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -
         )  # fmt: skip
     except ApiError:
         raise
-    except Exception as error:  # A template is a program: it may raise anything.
+    except Exception as error:  # A template is a program, which may raise anything.
         reason = (str(error) or type(error).__name__)[:MAX_REASON]
         message = f"messages: the chat template refuses them: {reason}"
         raise ApiError(400, message, "messages") from None

@@ -1,4 +1,4 @@
-"""Seconds of an op on a `Machine`: data-sheet rates, and a few fitted constants.
+"""Seconds of an op on a `Machine`, from data-sheet rates and a few fitted constants.
 
 A product of [m, k] and [k, n] is cut into tiles. Each multiprocessor computes one tile at a time,
 so a last wave that is not full leaves multiprocessors idle. Arithmetic and memory traffic overlap,
@@ -17,7 +17,7 @@ import numpy as np
 from paged.simulator.machines import Machine
 from pallas_kernels.specs import Cost
 
-# Rows and columns of a product's tiles; the fastest shape counts.
+# Rows and columns of a product's tiles. A product takes the time of the fastest shape.
 TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 LEAST_ROWS = 16  # Tensor cores compute at least 16 rows.
 
@@ -26,14 +26,14 @@ LEAST_ROWS = 16  # Tensor cores compute at least 16 rows.
 class Fitted:
     """The constants that are fitted to measured layers.
 
-    Of products:
+    Constants of products:
     compute, memory: reached shares of peak FLOPs and bandwidth, with the largest tile.
     start_s: seconds before a product starts.
     waves: w; 1 if idle multiprocessors in the last wave cost as much as busy ones.
     overlap: p; infinite if arithmetic and traffic overlap entirely.
     small_tiles: a tile with a share x of the largest tile's area reaches x^small_tiles of its rate.
 
-    Of pointwise ops:
+    Constants of pointwise ops:
     rows: share of the bandwidth that ops with a thread block per row reach (norms, rotations,
         activations).
     elements: share of the bandwidth that sums reach; it may exceed 1, because operands are partly
@@ -62,8 +62,8 @@ FITTED = Fitted(
 
 @dataclass(frozen=True)
 class Assumed:
-    """Constants that nothing here has measured. A result must say so if a change of one by ±20 %
-    reverses it.
+    """Constants that are assumed, not measured here. If a change of a constant by ±20 % reverses a
+    result, the result must say so.
 
     attention: share of the bandwidth at which attention, selection and compression read pages
         (published decode kernels reach .75 to .8).
@@ -164,7 +164,8 @@ class CostModel:
         return op.seconds(self.machine, self.fitted)
 
     def part_s(self, cost: Cost):
-        """Seconds of a part of a layer's attention (`Layout.work`); an array if `cost` has some."""
+        """Seconds of a part of a layer's attention (`Layout.work`); an array if `cost` has
+        arrays."""
         assumed, on = self.assumed, self.machine
         memory = cost.bytes / (on.bandwidth * assumed.attention)
         compute = cost.flops / (on.flops * assumed.attention_compute)

@@ -49,7 +49,7 @@ class _SimulatedOutputs:
 class SimulatedExecutor:
     """The interface of `DeviceExecutor` over a cost model and a virtual clock.
 
-    Steps queue as on a device: a step starts when the previous step has ended, so an engine that
+    Steps queue as on a device. A step starts when the previous step has ended, so an engine that
     dispatches ahead sees the same lag.
 
     cost: StepInputs -> seconds of a step; `LinearCost` by default. Optional methods:
@@ -88,7 +88,7 @@ class SimulatedExecutor:
         if hasattr(cost, "with_adapters"):
             cost = cost.with_adapters(self.adapters.pages)
         self._cost = cost
-        self._moves_s = 0.0  # of the next step
+        self._moves_s = 0.0  # seconds of the moves before the next step
         self._first_token, self._vocab_size = first_token, vocab_size
         self._recorded, self._ancestry, self._compression = recorded, ancestry, compression
         self._pages: SimulatedDevice | None = None
@@ -199,7 +199,7 @@ class SimulatedExecutor:
         top = np.full((*position.shape, len(places)), -np.inf)
         beams = np.flatnonzero((how["logprobs"] == BEAM) & (np.asarray(inputs.samples) != 0))
         for seed in np.unique(how["seed"][beams]).tolist():
-            rows = beams[how["seed"][beams] == seed]  # of one search, best first
+            rows = beams[how["seed"][beams] == seed]  # rows of one search, best first
             step = int(position[0, rows[0]]) - int(how["prompt_length"][rows[0]])
             counts = ancestry.children(seed, step)
             top[0, rows] = np.where(places < counts[:, None], 0.0, -np.inf)

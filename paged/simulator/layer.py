@@ -9,7 +9,7 @@ ITEMSIZE = 2  # bytes of a number in activations, and in weights that are not qu
 
 
 def layer_ops(model: ShardedModel, tokens, bits: int = 16, weight_bits: int = 16) -> dict[str, Op]:
-    """All ops of a layer but attention and all-reduces, in the order in which they run.
+    """All ops of a layer, without attention and all-reduces, in the order in which they run.
 
     tokens: T, an int or an array.
     bits: bits of the operands of products: 16, or 8 for W8A8, which quantises activations by row
@@ -41,7 +41,7 @@ def layer_ops(model: ShardedModel, tokens, bits: int = 16, weight_bits: int = 16
 
 def head_ops(model: ShardedModel, tokens: int, sampled: int) -> dict[str, Op]:
     """Ops before and after the layers: the embedding of `tokens` tokens, and the final norm and
-    logits of `sampled` tokens. None is quantised. Shards split the vocabulary."""
+    logits of `sampled` tokens. These ops are not quantised. Shards split the vocabulary."""
     E, V = model.shard.hidden_size, model.shard.vocab_size
     return {
         "embed": Rows(tokens, 2 * ITEMSIZE * E),
@@ -73,7 +73,7 @@ def adapters_s(costs: CostModel, model: ShardedModel, pages: int, tokens: int) -
     of_ranks = PAGE_RANKS * ITEMSIZE
     seconds = 0.0
     for fan_in, fan_out in projections(model):
-        ranks = tokens * of_ranks  # between the two launches, if an adapter has one page
+        ranks = tokens * of_ranks  # bytes between the two launches, if an adapter has one page
         seconds += costs.sgmv_s(pages * of_ranks * fan_in, tokens * ITEMSIZE * fan_in + ranks)
         expanded = 2 * tokens * ITEMSIZE * fan_out + ranks
         seconds += costs.sgmv_s(pages * of_ranks * fan_out, expanded)

@@ -7,10 +7,10 @@ GB, TERA, GIB = 10**9, 10**12, 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU. Rates are peaks, of dense operands (without sparsity).
+    """One GPU. Rates are peaks for dense operands (without sparsity).
 
     memory_bytes: device memory without its ECC's share.
-    bandwidth: of device memory, bytes/s.
+    bandwidth: bandwidth of device memory, bytes/s.
     flops, int8_ops: operations of tensor cores a second, with 16-bit and 8-bit operands.
     multiprocessors: each runs one tile of a product at a time.
     link: bytes/s one way to the other GPUs of its box: NVLink, or PCIe without NVLink.
@@ -26,8 +26,8 @@ class Machine:
     pcie: float
 
 
-# GDDR6 stores its ECC in a sixteenth of the memory: of its 48 GiB an L40S reports 45, and programs
-# see 44.5. HBM stores ECC beside the data.
+# GDDR6 stores its ECC in a sixteenth of the memory: an L40S of 48 GiB reports 45 GiB, and programs
+# see 44.5 GiB. HBM stores ECC beside the data.
 GDDR6_48 = 45 * GIB
 PCIE_4, PCIE_5 = 32 * GB, 64 * GB  # x16, one way
 # NVIDIA's data sheets: A40 (2020), A100 (2021), L40 (2022), L40S (2023), H100 SXM (2023), H200 SXM
@@ -44,7 +44,7 @@ MACHINES = {
 
 
 def machine(name: str) -> Machine:
-    """Raises ValueError for a GPU without a data sheet here."""
+    """The GPU of this name. Raises ValueError for a name that MACHINES lacks."""
     if name not in MACHINES:
         raise ValueError(f"GPU {name!r} is none of {', '.join(MACHINES)}")
     return MACHINES[name]

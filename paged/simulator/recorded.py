@@ -40,8 +40,11 @@ class RecordedTokens:
                 self._steps[number] = dict(zip(map(int, slots[number]), tokens.T, strict=True))
 
     def sample(self, number: int, inputs: StepInputs) -> StepOutputs:
-        """The recorded outputs of step `number`: tokens [I, S] int32, NO_TOKEN where a row samples
-        nothing; log-probabilities only of beam candidates, if there are beams; the policy's report.
+        """The recorded outputs of step `number`.
+
+        tokens: [I, S] int32, NO_TOKEN where a row samples nothing.
+        logprobs: log-probabilities of beam candidates; None without beams.
+        report: the policy's report.
 
         Raises ValueError if the log lacks the step, or a token that the step samples.
         """
@@ -68,9 +71,9 @@ class RecordedTokens:
     def _candidates(
         self, number: int, inputs: StepInputs, beams: np.ndarray, sampled: np.ndarray
     ) -> Logprobs:
-        """The candidates of `beams`. Also marks beams without candidates in the log as
-        INVALID_TOKEN in `sampled` [I, S]: the request was aborted before the host read them, or
-        logits were not finite."""
+        """The candidates of `beams`. Also sets INVALID_TOKEN in `sampled` [I, S] for beams without
+        candidates in the log: their request was aborted before the host read the candidates, or
+        their logits were not finite."""
         recorded = self._beams.get(number, {})
         shape = *sampled.shape, MAX_LOGPROBS
         candidates, top = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)

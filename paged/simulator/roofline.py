@@ -37,13 +37,13 @@ def step_cost(
 
     contexts: tokens of each sequence in the cache after the step.
     new_tokens: tokens of each sequence that the step computes; by default 1, a decode step.
-    dtype: of weights and KV cache.
+    dtype: dtype of weights and KV cache.
     layout: the KV policy's layout; by default the dense policy's.
 
-    FLOPs count matrix products and attention, but no norms, activations, rotations and softmax.
-    Bytes count each used weight once, and attention's traffic by `layout.work`: keys and values are
-    read once for earlier tokens, and written once for new tokens. Activations count no bytes: they
-    are assumed to stay in the processor's caches.
+    FLOPs include matrix products and attention, but no norms, activations, rotations and softmax.
+    Bytes include each used weight once, and attention's traffic by `layout.work`: keys and values
+    are read once for earlier tokens, and written once for new tokens. Bytes do not include
+    activations, which are assumed to stay in the processor's caches.
 
     Raises ValueError if there is no sequence, if contexts and new_tokens differ in length, or if a
     sequence has fewer new tokens than 1 or more than its context.
@@ -73,8 +73,8 @@ def _dense(model: ModelConfig, dtype) -> DenseLayout:
 def _attention(
     layout: Layout, model: ModelConfig, contexts: np.ndarray, new_tokens: np.ndarray, dtype
 ) -> Cost:
-    """Attention's cost of a layer, on average over the layers. Queries and outputs count no bytes.
-    Keys and values of new tokens count once, as attention's reads."""
+    """A layer's attention cost, as a mean over layers. Bytes do not include queries and outputs.
+    They include keys and values of new tokens once, as attention's reads."""
     parts = [cost for name, cost in layout.work(contexts, new_tokens).items() if name != "writes"]
     of_token = 2 * model.num_heads * model.head_dim * jnp.dtype(dtype).itemsize
     queries = of_token * int(new_tokens.sum())
@@ -84,8 +84,8 @@ def _attention(
 def lora_cost(model: ModelConfig, rank: int, adapters: int, tokens: int, dtype="float32") -> Cost:
     """The cost that LoRA adapters of all projections add to a step (Punica §4).
 
-    rank: of every adapter.
-    adapters: distinct adapters of the step; each is read once, in whole pages of ranks.
+    rank: rank of every adapter.
+    adapters: number of distinct adapters of the step. Each is read once, in whole rank pages.
     tokens: the step's tokens with an adapter.
     """
     declared = lora.declare(model).values()
@@ -130,8 +130,8 @@ def _weights(model: ModelConfig) -> _Weights:
 def layer_bytes(
     model: ModelConfig, contexts: Sequence[int], new_tokens: Sequence[int], dtype
 ) -> dict[str, int]:
-    """Least bytes of one layer, by kind, if each product and attention are separate kernels that
-    exchange arrays through memory.
+    """Least bytes of one layer, by kind of traffic, if each product and attention are separate
+    kernels that exchange arrays through memory.
 
     contexts, new_tokens, dtype: as in `step_cost`. Attention also reads the new tokens' keys and
     values. Windows are ignored.
@@ -159,13 +159,13 @@ def measure(
     step_flops_per_s: float32 products of a step's shape, [batch, E] × [E, F], with warm caches.
     square_flops_per_s: float32 products of large square matrices.
     read_bytes_per_s: reading an array far larger than the caches (in a matrix-vector product).
-    copy_bytes_per_s: copying such an array; bytes read and bytes written both count.
+    copy_bytes_per_s: copying such an array, with bytes read plus bytes written.
     dispatch_s: calling a jitted program that adds one number, and waiting for it.
 
     seconds: approximate time of each measurement.
     streamed_bytes: size of the arrays that are read and copied; caches must be far smaller.
 
-    On a CPU both numpy and JAX compute the matrix products, and the faster counts.
+    On a CPU both numpy and JAX compute the matrix products, and the faster rate is returned.
     """
     E, F = model.hidden_size, model.intermediate_size
     one = jax.jit(lambda x: x + 1)

@@ -50,14 +50,14 @@ HOSTS = {
     # This cost model explains 14.7 ms (all rows with one adapter) to 16.2 ms (an adapter for each
     # row). each_gpu is vLLM's, because Punica uses vLLM's parallel scheme (§7.2).
     "punica": Host(added_s=14.5e-3, each_gpu=0.157),
-    # vLLM of 2023, and the baselines that the vLLM paper built on it. No figure of that paper is
-    # used: Punica's Figs. 11 and 12 time vLLM's backbone. Batches of 32, with 210 cached tokens a
-    # row and a prompt of 161 tokens in a third of the steps:
+    # vLLM of 2023, and the baselines that the vLLM paper built on it. The times are of vLLM's
+    # backbone in Punica's Figs. 11 and 12. No figure of the vLLM paper is used. Batches have 32
+    # rows, with 210 cached tokens a row and a prompt of 161 tokens in a third of the steps:
     #   7B, A100-80:     1,140 tokens/s = 28.1 ms a step; cost model 14.6 ms, left 13.4 ms
     #   13B, A100-80:      789 tokens/s = 40.6 ms a step; cost model 26.5 ms, left 14.0 ms
     #   70B, 8 A100-40:    457 tokens/s = 70.0 ms a step; cost model 41.3 ms, left 28.7 ms
-    # In batches of one the 70B's 21 tokens/s leave 12.2 ms, so 0.57 of the 28.7 ms grow with the
-    # batch. The same share is taken for one GPU.
+    # In batches of one the 70B model's 21 tokens/s leave 12.2 ms. So 57 % of the 28.7 ms grow with
+    # the batch. One GPU is assumed to have the same share.
     "vllm": Host(added_s=5.7e-3, each_sequence_s=0.25e-3, each_gpu=0.157),
 }
 
@@ -70,7 +70,7 @@ class StepCost:
     pools: the KV policy's pools, by name.
     bits: bits of the operands of products, 8 for W8A8 and W4A8.
     weight_bits: bits of weights in memory, if fewer: 4 for W4A8.
-    adapter_pages: adapter slot → rank pages of its adapter; slots without an entry count 1.
+    adapter_pages: adapter slot → rank pages of its adapter; 1 for slots without an entry.
 
     Sampling, and gathering logits from several GPUs, take no time.
     """
@@ -170,9 +170,9 @@ class StepCost:
         return seconds
 
     def _swap_s(self, pool: Pool, units: int) -> float:
-        """Seconds to swap `units` units. Without `Layout.swap_copies` units move in calls of
-        `units_per_call` units, padded: a launch gathers or scatters a call's units in one array,
-        and one copy moves the array over PCIe."""
+        """Seconds to swap `units` units. If `Layout.swap_copies` is 0, units move in padded calls
+        of `units_per_call` units. For each call, a launch gathers or scatters the units in one
+        array, and one copy moves the array over PCIe."""
         unit_bytes = pool.unit_bytes / self.model.num_shards
         if of_unit := self.layout.swap_copies:
             return self.costs.copies_s(of_unit * units, units * unit_bytes)

@@ -28,7 +28,7 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
 
 
 def check_places(config: CacheConfig, shard: ModelConfig, places: int) -> None:
-    """Raises ValueError if `places`, tokens of a shard's pools, exceed an int32 index."""
+    """Raises ValueError if `places`, the token places of a shard's pools, exceed an int32 index."""
     # Each padding token has its own index above the pool.
     if places >= 2**31 - 2**24:
         raise ValueError(

@@ -77,7 +77,7 @@ class DensePolicy(BlockDevice):
         return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def reads(self, inputs) -> Reads:
-        """The blocks that queries read. Policies whose queries read fewer override it."""
+        """The blocks that queries read. Policies whose queries read fewer blocks override this."""
         return all_blocks(inputs)
 
     def begin_step(self, cache: DenseCache, inputs):

@@ -15,7 +15,7 @@ from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 BLOCKS = "blocks"  # the name of the pool
-MOVED_TOKENS_PER_CALL = 1024  # copies and swaps are padded to this: one program each
+MOVED_TOKENS_PER_CALL = 1024  # copies and swaps are padded to it, so each compiles only once
 
 
 def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> Pool:
@@ -101,7 +101,7 @@ class DenseHost(BlockHost):
             if sequence.parent:
                 needed -= self.block_tables.blocks_for(sequence.shared)
             elif self.prefixes:
-                # Cached blocks with owners cost nothing; idle ones count as free until allocated.
+                # Cached blocks without owners are in the free count, so `needed` includes them.
                 needed -= int((self.pool.refcounts[self.prefixes.find(sequence).blocks] > 0).sum())
         return self.pool.can_allocate(needed)
 
@@ -115,8 +115,8 @@ class DenseHost(BlockHost):
         elif self.prefixes:
             computed = self.prefixes.adopt(slot, sequence)
         self._computed[slot] = computed
-        # Replayed tokens grow step by step again: allocating them now would copy the shared last
-        # block before the parent has computed it.
+        # Blocks of replayed tokens are allocated step by step. Allocating them here would copy the
+        # shared last block before the parent has computed it.
         num_tokens = len(sequence.prefill_tokens(self._replays))
         self.append(np.array([slot]), np.array([num_tokens]))
         return computed
@@ -221,7 +221,7 @@ class DenseHost(BlockHost):
         self.host_pool.release(swapped.distinct)
 
     def usage(self) -> Usage:
-        """A block with several owners counts once."""
+        """A block with several owners is counted once."""
         tables, page_size = self.block_tables, self.block_tables.page_size
         room = int(tables.num_tokens.sum())
         reserved = room - int(self._computed.sum())

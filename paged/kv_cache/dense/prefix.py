@@ -1,4 +1,4 @@
-"""The prefix cache over block tables: which blocks of a sequence other sequences may share."""
+"""The prefix cache over block tables: blocks of a sequence that other sequences may share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def end_key(key: bytes, tail: bytes) -> bytes:
 
 
 class Prefixes:
-    """Publishes and finds full blocks, and keeps pinned blocks.
+    """Publishes full blocks, looks up cached prefixes, and keeps pinned blocks.
 
     can_resume: `end_key` of a prefix -> whether all other state that a sequence needs to continue
         it is cached. A sequence can always start without a prefix.
@@ -62,7 +62,7 @@ class Prefixes:
 
     def links(self, sequence: Sequence) -> list[tuple[bytes, bytes]]:
         """The `chain` of the full blocks to prefill, without the last token. The last token must be
-        computed: its logits give the next token."""
+        computed, because the next token is sampled from its logits."""
         if sequence.block_keys is None:
             tokens = sequence.prefill_tokens(self._can.replays)[:-1]
             root = sequence.group.cache_root
@@ -103,7 +103,7 @@ class Prefixes:
         return found.num_tokens
 
     def restart(self, slot: int, sequence: Sequence) -> None:
-        """Count no block of `slot` as published. `confirm` skips blocks that others published."""
+        """Reset `slot` to no published blocks. `confirm` skips blocks that others published."""
         self._published[slot], self._keys[slot] = 0, sequence.group.cache_root
 
     def fork(self, parent: int, child: int) -> None:

@@ -14,8 +14,8 @@ class Reads(NamedTuple):
 
     query_starts: [Rp + 1] first query of each prompt row.
     tables: [R, M] blocks of each row, in token order.
-    lengths: [R] tokens of these blocks that the row's last query reads. Each earlier query reads
-        one token less than the next.
+    lengths: [R] tokens that the row's last query reads from the row's blocks. Each earlier query
+        reads one token less than the next.
     """
 
     query_starts: jax.Array
@@ -36,7 +36,7 @@ def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
 
     blocks_of: logical pages [...] int32 -> (blocks [..., B] int32, counts [...]): the logical pages
         that queries of each page read, ascending, the page itself last. Entries beyond `counts`
-        may be anything.
+        are undefined.
     """
     Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
     last = inputs.lengths[Sp:] - 1

@@ -1,21 +1,25 @@
 """DiffKV's policy: precision by key, value, token and head, and a page manager on the device.
 
-Other methods are settings of it:
+Other methods are settings of this policy:
 
     uniform quantisation     thresholds of 0
-    H2O, SnapKV              rules of their own, and a budget
+    H2O, SnapKV              their own rules, and a budget
     KIVI                     keys quantised by channel
-    QAQ (arXiv:2403.04643)   `outliers`, and a lowest alpha of 0: all tokens are kept; the less
-                             attention a token gets, the fewer its bits
-    LServe, DuoAttention     gates: KV heads with low gates stream
+    QAQ (arXiv:2403.04643)   `outliers`, and a lowest alpha of 0. All tokens are kept. Tokens with
+                             less attention have fewer bits
+    LServe, DuoAttention     gates. KV heads with low gates stream
 
 [M: from memory of its paper, unchecked] QAQ computes the bits of a key and of a value by separate
 formulas, over a window of attention. It also keeps a copy in the host's memory, so that bits can
-increase again. Here key and value have one level, by DiffKV's rules, and it only falls.
+increase again. Here a token's key and value share one precision, which DiffKV's rules only lower.
 
-The policy's parts: page formats (`formats`), kept tokens (`keeps`: `compression` by significance or
-budget, `streaming_heads` by head, `rest` by age), page selection (`page_selector`), and page
-ownership (`page_manager`, `host`).
+The policy's parts:
+
+    formats               page formats
+    keeps                 kept tokens: by significance or budget (`compression`), by head
+                          (`streaming_heads`), or by age (`rest`)
+    page_selector         page selection
+    page_manager, host    page ownership
 """
 
 from models.config import ModelConfig
@@ -33,11 +37,11 @@ __all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """Chunks of a prompt are staged unquantised until its last chunk: which tokens are kept depends
-    on all queries of the prompt, and these attend to unquantised keys.
+    """Chunks of a prompt are staged unquantised until its last chunk. All queries of the prompt
+    decide which tokens are kept, and they attend to unquantised keys.
 
-    Prefixes are not cached: which of their tokens are kept depends on the suffix. Pinned prefixes
-    are stored unquantised.
+    Prefixes are not cached, because the suffix also decides which of a prefix's tokens are kept.
+    Pinned prefixes are stored unquantised.
 
     Prefill would compress generated tokens by the rule for prompts. So `recompute_exact` is true
     only if all tokens are kept unquantised, and all are read."""

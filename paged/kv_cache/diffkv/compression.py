@@ -1,38 +1,40 @@
-"""Which precision a token is kept in: DiffKV's compression policy (§4), as functions of scores.
+"""DiffKV's compression policy (§4): the precision of each kept token, as a function of scores.
 
-A token's significance is the mean attention probability that later queries give it. In a KV head,
-the maximum over its query heads counts. The threshold is alpha divided by a number of tokens.
+A token's significance is its mean attention probability over later queries. A KV head uses the
+maximum over its query heads. The threshold is alpha divided by a number of tokens.
 
-The paper and the authors' repository differ; each is a rule. Prompts of N tokens, counted from 1:
+The paper and the authors' repository have different rules. For a prompt of tokens 1 to N:
 
-    paper       The mean over all later queries. The threshold of token i is alpha / i
-    repository  The mean over the last 64 queries, the token's own included. Probabilities are
-                summed over queries before the maximum over query heads. The threshold is alpha / N
+    paper       Significance is the mean over all later queries. The threshold of token i is
+                alpha / i
+    repository  Significance is the mean over the last 64 queries, the token's own included.
+                Probabilities are summed over queries before the maximum over query heads. The
+                threshold is alpha / N
 
-Generation, with N tokens including the newest:
+For generation, with N tokens including the newest, the threshold is alpha / N:
 
     paper       Algorithm 1. First the candidate, the token that leaves the window, is kept, moved
                 down or dropped. If it stays in its precision, the victim, the least significant
                 token of this precision, may be moved down or dropped
     repository  The least significant token of high precision outside the window, the candidate
                 included, may be moved down or dropped. A token that is moved down replaces the
-                least significant token of low precision if that token is below its threshold. A
-                token's own probability counts
+                least significant token of low precision if the replaced token is below its
+                threshold. A token's score includes the probability of its own query
 
 With three precisions (§4, discussion; §5.3), a token's significance decides its precision. The
-window and new tokens are in the highest.
+window and new tokens are in the highest precision.
 
-    paper       The candidate is kept or moved down to any precision. Only that precision has a
-                victim. It is moved down by its own significance, or dropped
+    paper       The candidate stays or is moved down to any precision. Only the candidate's final
+                precision has a victim. The victim is moved down by its own significance, or dropped
     repository  A token that is moved down replaces the least significant token of its new precision
-                if that token is below its threshold. The replaced token is moved down in turn
+                if the replaced token is below its threshold. The replaced token is moved down too
 
-So a step is a chain: the new token replaces a token of the highest precision, the replaced token
+So a step is a chain. The new token replaces a token of the highest precision, the replaced token
 replaces a token of a lower precision, and so on, until a token is added or dropped. A token leaves
-a precision only if another takes its place. So no precision's token count shrinks, at most one
-grows, by one, and a head needs at most one page.
+a precision only if another token takes its place. So no precision's token count shrinks. At most
+one precision's count grows, by one token, and a head needs at most one page.
 
-Two baselines keep a budget of tokens in each head, all in one precision, whatever the scores:
+Two baselines keep a budget of tokens in each head, all in one precision:
 
     h2o     (arXiv:2306.14048) A token's score is the sum over all queries, its own included. A
             prompt keeps the tokens with the largest sums. In generation, the token with the
@@ -41,7 +43,7 @@ Two baselines keep a budget of tokens in each head, all in one precision, whatev
             queries. A token's votes are the maximum over the token and its neighbours. Generated
             tokens are kept (generation rule `keep`)
 
-A third baseline, `kivi`, needs no scores: see rest.py.
+A third baseline, `kivi`, needs no scores (rest.py).
 """
 
 from dataclasses import dataclass
@@ -51,13 +53,13 @@ import jax
 import jax.numpy as jnp
 
 NOBODY = 3e38  # significance of a missing token
-REPOSITORY_ROWS = 64  # queries at the end of a prompt
-NEIGHBOURS = 3  # on each side of a token, in the maximum of its votes (SnapKV: a kernel of 7)
-CANDIDATE, HIGHEST = range(2)  # places of `Found`
+REPOSITORY_ROWS = 64  # last queries of a prompt, whose probabilities are summed
+NEIGHBOURS = 3  # tokens on each side in the maximum of votes (SnapKV's kernel size of 7)
+CANDIDATE, HIGHEST = range(2)  # indices on the last axis of `Found`
 
 
 def budget_tokens(budget, lengths):
-    """Tokens that a head keeps of `lengths`. A budget up to 1 is a share of them."""
+    """Number of tokens that a head keeps of `lengths` tokens. A budget up to 1 is a share."""
     tokens = jnp.ceil(jnp.where(budget <= 1, budget * lengths, budget))
     return tokens.astype(jnp.int32)
 
@@ -65,8 +67,8 @@ def budget_tokens(budget, lengths):
 class Found(NamedTuple):
     """Tokens that may leave their precision.
 
-    Index `CANDIDATE`: the token that leaves the window when the next token comes. From index
-    `HIGHEST` on: the least significant token outside the window, for each of I precisions.
+    Index `CANDIDATE` is the token that leaves the window when the next token is added. The indices
+    from `HIGHEST` on are the least significant token of each of I precisions outside the window.
 
     at: [..., 1 + I] int32, place of the token in its precision.
     mean: [..., 1 + I] float32, significance of the token, `NOBODY` if there is no token.
@@ -77,12 +79,12 @@ class Found(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a new token changes in each precision.
+    """The change of each precision when a token is generated.
 
-    arrives: [..., I] whether a token is written: the new token in the highest precision, the token
-        last replaced in a higher precision otherwise.
-    replaces: [..., I] whether it replaces a token, which is then moved down or dropped. Otherwise
-        it is added.
+    arrives: [..., I] whether a token is written to the precision. The highest precision gets the
+        new token. A lower one gets the token last replaced in a higher precision.
+    replaces: [..., I] whether the written token replaces another token, which is then moved down or
+        dropped. Otherwise the precision grows by one token.
     at: [..., I] int32, place of the replaced token.
     """
 
@@ -92,30 +94,30 @@ class Decision(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Which tokens a KV head keeps, and in which of I precisions, the highest first."""
+    """Decides which tokens a KV head keeps, and in which of I precisions, the highest first."""
 
     def of_prompts(
         self, sums_TxK, positions_T, lengths_T, alpha, budget
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The tokens of prompts that are kept. Returns (for each precision, a mask [T, K] bool of
-        the tokens kept in it; scores [T, K] float32).
+        """The kept tokens of prompts. Returns (for each precision, a mask [T, K] bool of the tokens
+        kept in it; scores [T, K] float32).
 
         sums: [T, K] float32, sums of `prompt_attention` with `Rules.prompt_scores`.
         positions: [T] int32 from 0. Tokens of a prompt are consecutive.
         lengths: [T] int32, length N of each token's prompt.
         alpha: [I] thresholds by precision.
-        budget: see `budget_tokens`; for rules with a budget.
+        budget: see `budget_tokens`. Only rules with a budget use it.
         """
         ...
 
     def places(self, positions_T, ranks_TxK) -> jax.Array:
-        """[T, K] int32 places of prompt tokens in the highest precision. ranks: [T, K] int32, kept
-        tokens before each token."""
+        """[T, K] int32 places of prompt tokens in the highest precision. ranks: [T, K] int32,
+        number of kept tokens before each token."""
         ...
 
     def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
-        """The `Decision` for new tokens at `positions` [...]. kept: [...] tokens in the highest
-        precision before them."""
+        """The `Decision` for new tokens at `positions` [...]. kept: [...] number of tokens in the
+        highest precision, without the new token."""
         ...
 
 
@@ -134,8 +136,8 @@ class Rules:
 
     @property
     def prompt_scores(self) -> dict:
-        """Arguments of `prompt_attention`: which probabilities it sums."""
-        # KIVI needs no scores: one query is the cheapest.
+        """Arguments of `prompt_attention` that choose the probabilities to sum."""
+        # KIVI needs no scores, and a sum over one query is the cheapest.
         rows = {"repository": REPOSITORY_ROWS, "snapkv": self.window, "kivi": 1}
         last_rows = rows.get(self.prompt)
         of_paper = self.prompt == "paper"
@@ -147,14 +149,15 @@ class Rules:
         return self.generation in ("repository", "h2o")
 
     def recent(self, budget, lengths):
-        """Window of sequences of `lengths` tokens: last tokens, all in the highest precision."""
+        """Size of the window of sequences of `lengths` tokens. The window's tokens are the last
+        ones, all in the highest precision."""
         if self.generation != "h2o":
             return self.window
         return jnp.maximum(budget_tokens(budget, lengths) // 2, 2)
 
     def significance(self, scores, age):
-        """The mean of a token's probabilities; for H2O their sum, `scores`. age: queries since the
-        token, its own included."""
+        """The mean of a token's probabilities; for H2O their sum, `scores`. age: number of queries
+        since the token, its own query included."""
         if self.generation == "h2o":
             return scores
         return scores / jnp.maximum(age if self.counts_own else age - 1, 1)
@@ -191,7 +194,7 @@ class Rules:
         return ranks_TxK
 
     def decide(self, found: Found, positions, alpha, kept=0, budget=0.0) -> Decision:
-        """See `Keeper`. H2O alone needs `kept` and `budget`."""
+        """See `Keeper`. Only H2O uses `kept` and `budget`."""
         lengths = positions + 1
         thresholds = [each / lengths for each in alpha]
         (candidate, *victims), places = (jnp.moveaxis(x, -1, 0) for x in (found.mean, found.at))
@@ -208,7 +211,7 @@ class Rules:
         else:
             travels = leaves = (candidate < NOBODY) & (leaving < thresholds[0])
         arrives, replaces = [jnp.ones_like(leaves)], [leaves]
-        # In the paper only the candidate's new precision has a victim.
+        # In the paper only the candidate's final precision has a victim.
         meets = of_candidate if self.generation == "paper" else jnp.ones_like(of_candidate)
         for least_here, threshold in zip(victims[1:], thresholds[1:], strict=True):
             arrives.append(travels & (leaving >= threshold))
@@ -234,16 +237,16 @@ def _of_neighbours(votes_TxK, first_T):
 
 
 def _ranks(scores_TxK, first_T):
-    """[T, K] int32 rank of each token in its prompt by descending score. Of equal scores the
-    earlier token is first."""
+    """[T, K] int32 rank of each token in its prompt by descending score. Among tokens of equal
+    score the earlier is first."""
     first = jnp.broadcast_to(first_T[:, None], scores_TxK.shape)
     order = jnp.lexsort((-scores_TxK, first), axis=0)
     return jnp.argsort(order, axis=0).astype(jnp.int32) - first
 
 
 def least(means, places, rows, before: tuple[jax.Array, jax.Array]):
-    """The running minimum by row: (mean, place) [R, ...], continued from `before` with means
-    [n, ...] at `places` of rows [n]. Of equal means the smallest place wins."""
+    """The running minimum of each row, (mean, place) [R, ...]: `before` is updated with means
+    [n, ...] at `places` of rows [n]. Among equal means, the smallest place wins."""
     mean, place = before
     new = mean.at[rows].min(means)
     place = jnp.where(new < mean, jnp.iinfo(jnp.int32).max, place)

@@ -4,8 +4,8 @@ Attention of prompts is exact, over unquantised keys and values; compression fol
 chunks keeps its unquantised keys and values in a stage (stage.py). A generated token attends to the
 kept tokens, and may move earlier tokens to a lower precision or drop them.
 
-A sliding window of the model is one more mask, by the positions stored in pages. Layers with a
-sliding window read all of their pages.
+A sliding window of the model is one more mask, computed from the positions stored in pages. Layers
+with a sliding window read all of their pages.
 """
 
 from dataclasses import dataclass, replace
@@ -39,12 +39,12 @@ from pallas_kernels.prompt_attention import prompt_attention, prompt_chunk_atten
 from pallas_kernels.quantized_attention import Tokens, mixed_precision_attention
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-COPIED_PAGES = 64  # per iteration of `copy_slots`
+COPIED_PAGES = 64  # pages per iteration of `copy_slots`
 
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
-    """query_heads: H of a shard.
+    """query_heads: H, query heads of a shard.
     alpha, budget: initial values in the cache; alpha by precision, the highest first.
     attention: the model's attention.
     implementation: implementation of the attention ops.
@@ -111,8 +111,8 @@ class DiffKVPolicy:
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
 
     # A KV head's score is the maximum over its query heads, on all shards that share the KV head.
-    # Without `by_head` the maximum is taken for each query: each shard needs all query heads. With
-    # `by_head` it is taken over the sums.
+    # Without `by_head` the maximum is taken for each query, so each shard needs all query heads.
+    # With `by_head` the maximum is taken of the query heads' sums.
 
     def _whole_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
                        cache: DiffKVCache):  # fmt: skip
@@ -281,7 +281,7 @@ class DiffKVPolicy:
                     extremes, to, place[1], coming.keys, ~replaces[:, level]
                 )
             coming = leaving.where(replaces[:, level], coming)
-        # All query heads of a KV head read the same pages: gathering them adds no reads.
+        # All query heads of a KV head read the same pages, so gathering them adds no reads.
         q, read = self.shared.gather(q_SxHxD), Read(tables, counts, ())
         if layout.reads:
             selects = jnp.ones(R, bool) if streams is None else ~jnp.tile(streams, S)
@@ -352,7 +352,7 @@ class DiffKVPolicy:
         return replace(cache, **jax.tree.map(put, cache.by_page, content))
 
     def copy_units(self, cache: DiffKVCache, pool: str, sources, destinations) -> DiffKVCache:
-        """Copies pinned prefixes. A page has one owner: `copy_slots` copies pages, not this."""
+        """Copies pinned prefixes. Each page has one owner, so `copy_slots` copies pages instead."""
         if pool != PREFIXES:
             return cache
         assert cache.stage is not None and cache.pinned is not None

@@ -1,5 +1,5 @@
-"""Formats of unified pages (DiffKV §5.1): all pages have one size; lower precisions hold more
-tokens."""
+"""Formats of unified pages (DiffKV §5.1). All pages have one size. Pages of lower precision hold
+more tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def page_formats(
     levels: Sequence[Level], page_size: int, head_dim: int, dtype: str, *, groups: int = 1,
     key_group: int = 0, outliers: int = 0, scored: bool = True,
 ) -> tuple[PageFormat, ...]:  # fmt: skip
-    """The page format of each precision. A page holds `page_size` tokens of the highest.
+    """The page format of each precision. A page holds `page_size` tokens of the highest precision.
 
     dtype: dtype of unquantised keys and values.
     groups, key_group, outliers: see `Options`.

@@ -21,7 +21,7 @@ from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 PAGES = "pages"  # name of the pool. Unit slot * max_pages + k is the k-th page of a slot
-MOVED_BYTES_PER_CALL = 2**19  # swaps are padded to this: one program each
+MOVED_BYTES_PER_CALL = 2**19  # swaps are padded to it, so each direction compiles only once
 
 
 class Swapped(NamedTuple):
@@ -29,7 +29,7 @@ class Swapped(NamedTuple):
 
     key: key of its slot state.
     units: its pages in the host's memory.
-    known, needs: the entries of its slot in `DiffKVHost`.
+    known, needs: the slot's entries in `DiffKVHost`.
     """
 
     key: int
@@ -97,8 +97,8 @@ def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
 class DiffKVHost(HostPolicy):
     """Six numbers of each slot. The device half has the page tables.
 
-    held: pages by the last report; 0 before the first.
-    settled: tokens by the last report; 0 before the first.
+    held: pages in the last report; 0 before the first report.
+    settled: tokens in the last report; 0 before the first report.
     computed: tokens after all dispatched steps.
     prompt: tokens to prefill. A prompt holds no page before its last chunk.
     room: tokens that pages are reserved for.
@@ -154,7 +154,7 @@ class DiffKVHost(HostPolicy):
         rows = [r for r in self._in_flight.pop(number) if self._owners[r.slot] == r.owner]
         if rows:
             slots, _, sources, num_tokens = np.array(rows).T
-            # Shards hold different numbers of pages: the maximum counts.
+            # Shards hold different numbers of pages: bounds are for the shard with the most.
             most = held[:, sources].max(0)
             self._held[slots], self._settled[slots] = most, num_tokens
             taken = (held[:, sources, None] + needs[:, sources]).max(0)
@@ -162,8 +162,8 @@ class DiffKVHost(HostPolicy):
             self.bound[slots] = self._bounds(slots, self._room[slots])
 
     def _prefill(self, sequence: Sequence) -> int:
-        """Tokens to prefill, without tokens that are decoded: replayed output and, with several
-        beams, the last token."""
+        """Number of tokens to prefill. Replayed output is decoded instead, and so is the last token
+        of several beams."""
         group = sequence.group
         beams = group.search is not None and len(group.sequences) > 1 and not self._can.replays
         return len(sequence.prefill_tokens(self._can.replays)) - beams
@@ -198,9 +198,10 @@ class DiffKVHost(HostPolicy):
         return self._pin_of(sequence)[1]
 
     def _pin_of(self, sequence: Sequence) -> tuple[int, int]:
-        """(number, tokens) of the longest pinned prefix of a sequence. (0, 0) if it has none, if
-        log-probabilities of the prompt are requested, or if other sequences of its group enter
-        first: they may take the stage in the same step."""
+        """(number, tokens) of the longest pinned prefix of a sequence; (0, 0) if it has none.
+
+        (0, 0) also if log-probabilities of the prompt are requested, and for every sequence after
+        the first of its group: an earlier sequence may take the stage in the same step."""
         group, best = sequence.group, (0, 0)
         if not self._pinned or group.misses_prompt_logprobs or sequence is not group.unfinished[0]:
             return best
@@ -252,7 +253,7 @@ class DiffKVHost(HostPolicy):
         self._known[:, slot], self._needs[slot] = 0, 0
 
     def can_swap_out(self, slots: list[int]) -> bool:
-        """False for a prompt with staged chunks: it is recomputed instead."""
+        """False for a prompt with staged chunks, which is recomputed instead."""
         return not self._is_staged(slots).any() and self._host_pool.can_allocate(
             int(self._held[slots].sum())
         )
@@ -300,8 +301,8 @@ class DiffKVHost(HostPolicy):
             out[:, 0] = self._prompt[slots]
 
     def usage(self) -> Usage:
-        """Counts the bounds of all slots as used pages, and a page as the tokens of the highest
-        precision that it holds. Quantised or dropped tokens take fewer places."""
+        """The used pages are the sum of all bounds. A page has one place for each token of the
+        highest precision that it can hold. Quantised or dropped tokens take fewer places."""
         P, heads = self.layout.formats[0].tokens, self.layout.all_heads
         used, computed, room = (int(x.sum()) for x in (self.bound, self._computed, self._room))
         places = used * P // heads
@@ -320,7 +321,7 @@ class DiffKVHost(HostPolicy):
         )
 
     def owners(self) -> dict[str, np.ndarray]:
-        """Only the number of pages by slot: page ids are on the device."""
+        """Only the number of units of each slot is meaningful: page ids are on the device."""
         owners = np.full(self.capacity, FREE, np.int32)
         owners[: self._held.sum()] = np.repeat(np.arange(len(self._held)), self._held)
         return {PAGES: owners}
@@ -334,7 +335,7 @@ class DiffKVHost(HostPolicy):
         slots, contexts = slots[ended], contexts[ended]
         # Slots without an owner still have the numbers of their last owner.
         kept = np.asarray(report["kept"])[:, slots].sum((0, 1)) / self._all_heads
-        # The lowest precision first: with two there is no top.
+        # `kept` is reversed, the lowest precision first: with two precisions there is no top.
         gauges = dict(zip(("low_tokens", "high_tokens", "top_tokens"), kept[::-1].tolist()))
         return gauges | {"dropped_tokens": max(0.0, float(contexts.sum() - kept.sum()))}
 

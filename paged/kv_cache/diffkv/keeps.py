@@ -1,4 +1,4 @@
-"""Which tokens are kept, by KV head: `Rules` decide by scores, `Rest` by age; streaming heads keep
+"""The kept tokens of each KV head. `Rules` decide by scores, `Rest` by age. Streaming heads keep
 the sink and the last tokens."""
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from paged.kv_cache.diffkv.streaming_heads import StreamingHeads
 class Keeps:
     """rules: rules of heads that do not stream.
     streaming: rules of streaming heads; None if no head streams.
-    rest: KIVI's rest, which decides instead of `rules`: the newest tokens in the highest precision,
-        all others in the lower one. None if `rules` decide.
+    rest: KIVI's rest; None if `rules` decide. The newest tokens are in the highest precision, all
+        others in the lower one.
 
-    `streams` [...] bool of the methods: whether each head streams; None if no head streams.
+    The methods' `streams` [...] bool: whether each head streams; None if no head streams.
     """
 
     rules: Rules

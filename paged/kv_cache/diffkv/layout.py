@@ -17,18 +17,18 @@ from pallas_kernels.prompt_attention import QUERY_TILE
 from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.specs import Cost
 
-PREFIXES = "prefixes"  # the name of a pool: unit 0 is the stage, others are pinned prefixes
+PREFIXES = "prefixes"  # name of a pool. Unit 0 is the stage, other units are pinned prefixes
 
 
 @dataclass(frozen=True)
 class Layout:
     """The memory of a shard.
 
-    formats: page format of each precision, the highest first; its pages hold the fewest tokens.
+    formats: page format of each precision, the highest first.
     layers, heads: L, and K of the shard.
     longest: most tokens of a sequence.
-    horizon: J; a report has the pages that 1 … J more tokens can take.
-    num_pages: N.
+    horizon: J. A report has the number of pages that 1 … J more tokens can take.
+    num_pages: N, pages of the shard.
     streaming: streaming heads; None if no head streams.
     reads: page selection of generated tokens; None if they read all pages.
     kv_itemsize: bytes of an element of key extremes.
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def dense_heads(self) -> int:
-        """Heads that do not stream, on the shard with the most of them."""
+        """Number of heads that do not stream, on the shard with the most such heads."""
         return self.all_heads - (self.streaming.fewest if self.streaming else 0)
 
     @property
@@ -116,7 +116,7 @@ class Layout:
 
     @property
     def swap_copies(self) -> int:
-        """Units are gathered first: see `paged.kv_cache.work.Layout`."""
+        """0, because units are gathered first: see `paged.kv_cache.work.Layout`."""
         return 0
 
     @property
@@ -172,7 +172,7 @@ class Layout:
         return pages, kept
 
     def growth(self, num_tokens):
-        """Most pages that `num_tokens` more tokens take, whatever the heads hold. A token takes at
+        """Most pages that `num_tokens` more tokens take, for any content of heads. A token takes at
         most one page in each head, as only one precision grows. One token of each precision may
         begin a page; each further page needs at least the tokens of a highest-precision page."""
         P, levels = self.formats[0].tokens, self.levels
@@ -188,14 +188,14 @@ class Layout:
         """
         xp: Any = jnp if isinstance(counts, jnp.ndarray) else np
         sizes = xp.array([format.tokens for format in self.formats])
-        room = -counts % sizes  # in last pages
+        room = -counts % sizes  # free places in last pages
         more, highest = xp.arange(1, self.horizon + 1), room[..., 0, None]
 
         def of_highest(tokens):
             return (xp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
 
-        # At most one page of each lower precision: a second one takes more tokens than a page of
-        # the highest. The worst case grows the fullest last pages first.
+        # The worst case begins at most one page of each lower precision: a second page would take
+        # more tokens than a page of the highest. It fills the fullest last pages first.
         needs, taken = of_highest(more), 0
         for number, of_lower in enumerate(xp.moveaxis(xp.sort(room[..., 1:]), -1, 0), 1):
             taken = taken + of_lower[..., None] + 1
@@ -207,7 +207,7 @@ class Layout:
         return xp.where(streams[..., None], in_window, needs)
 
     def stored(self, report, slots: np.ndarray, tokens: np.ndarray) -> Stored:
-        """See `paged.kv_cache.work.Layout`. Read from the device's report."""
+        """See `paged.kv_cache.work.Layout`. The numbers are from the device's report."""
         pages, kept = (np.asarray(report[name]) for name in ("held", "kept"))
         heads = len(pages) * self.all_heads
         return pages.sum(0)[slots] * self.page_bytes, kept.sum(0)[slots] / (heads * tokens[:, None])
@@ -219,7 +219,7 @@ class Layout:
         generated token reads the `kept` tokens, adds to their scores, and moves at most one token
         of each head to a lower precision. Layers with a window read all kept tokens, as positions
         are stored beside them. The number of kept tokens in the window is unknown, so operations
-        count as many as it can hold."""
+        are computed for a full window."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if kept is None:
             kept = self.uncompressed(contexts)[1] / self.all_heads
@@ -272,7 +272,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         layers=model.shard.num_layers,
         heads=model.shard.num_kv_heads,
         longest=config.max_model_len,
-        # The newest report may be of the step before the last, when the next step is scheduled.
+        # When a step is scheduled, the newest report may be from the step before the last.
         horizon=3 * config.multi_step,
         attention=Heads.of(model.shard, model.dtype),
         streaming=StreamingHeads.of(options, model, options.sink, options.local),
@@ -284,7 +284,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
         prompt_tile=options.prompt_tile,
         pins=options.pins,
     )
-    # Selecting as many pages as a head can have is reading all of them.
+    # A head that selects as many pages as it can have reads all pages, so it needs no selection.
     if options.reads and options.reads.count < layout.worst_of_head(layout.longest):
         layout = replace(layout, reads=options.reads)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards

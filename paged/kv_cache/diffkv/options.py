@@ -120,7 +120,7 @@ class Options(GatedOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        # An event log restores a list.
+        # An event log restores a tuple as a list.
         if not isinstance(self.thresholds, list | tuple) or len(self.thresholds) not in (0, 2):
             raise checks.refusal("thresholds", "alpha_h and alpha_l, or ()", self.thresholds)
         for name, value in zip(("alpha_h", "alpha_l"), self.thresholds):
@@ -158,7 +158,7 @@ class Options(GatedOptions):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every written token stays as it is."""
+        """Whether every token stays in the precision in which it was written."""
         by_scores = self.budget == 0 == max(level.alpha for level in self.levels)
         return by_scores and not self.streaming_share
 

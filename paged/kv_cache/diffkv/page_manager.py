@@ -1,11 +1,11 @@
-"""Who owns the unified pages, on the device: parallel KV compaction over the circular free page
+"""Ownership of the unified pages, on the device: parallel KV compaction over the circular free page
 list and the bidirectional page tables (DiffKV §5.2, §5.3).
 
 A head is a KV head of one layer in one sequence slot; a slot has H = L * K heads. Heads hold
 different numbers of pages of each of I precisions. Every function serves all heads of a step at
-once: a prefix sum over the pages that heads take or free gives each head its own run of the list.
-No function moves keys and values. The host must ensure that there are enough free pages: no
-function checks it.
+once. A prefix sum over the pages that heads take or free assigns to each head its own part of the
+free page list. No function moves keys and values. No function checks that there are enough free
+pages, which the host must ensure.
 """
 
 from dataclasses import replace
@@ -27,9 +27,10 @@ class Pages:
     start, free: [1] int32. (The paper has two pointers, equal for a full list and for an empty
         one.)
     tables: [num_slots, H, M] int32. The pages of the last two precisions start at the left and at
-        the right end of a row. Entries between them may be anything.
+        the right end of a row. Entries between them are undefined.
     held: [num_slots, H, I] int32 pages of each head by precision, the highest first.
-    single: number of first columns, for the highest of three precisions alone; 0 with two.
+    single: number of first columns that only the highest of three precisions uses; 0 with two
+        precisions.
     """
 
     free_list: jax.Array
@@ -61,8 +62,8 @@ def init(
 def allocate_prompts(pages: Pages, slots_S, counts) -> Pages:
     """The prompt workflow's first allocation: the most pages that can remain after compression.
 
-    Each head of an empty slot gets `counts` pages, from the left end of its row. They count as the
-    highest precision. Prompts are written to the pages of `allocated_column`.
+    Each head of an empty slot gets `counts` pages, from the left end of its row. `held` has them as
+    pages of the highest precision. Prompts are written to the pages of `allocated_column`.
 
     slots: [S] int32, num_slots for an unused row.
     counts: [S] int32 pages of each head, or [S, H] by head.
@@ -81,8 +82,8 @@ def allocated_column(level: int, levels: int, number, before, allocated):
 
 
 def plan_prompts(pages: Pages, slots_S, kept_SxHxI) -> Pages:
-    """The end of the prompt workflow: of the pages of `allocate_prompts`, heads keep `kept` pages
-    of each precision, and free the others.
+    """The end of the prompt workflow: heads keep `kept` pages of each precision, and free all other
+    pages that `allocate_prompts` gave them.
 
     slots: [S] int32, as in `allocate_prompts`.
     kept: [S, H, I] int32. The sum over I is at most the allocated pages.
@@ -161,7 +162,7 @@ def release(pages: Pages, slots_S) -> Pages:
 
 def page_of(pages: Pages, slots, head, number):
     """[n] int32, page `number` of each head, counted from the highest precision to the lowest.
-    slots, head, number: [n] int32. Any page if the head has no page of that number."""
+    slots, head, number: [n] int32. The result is undefined if the head has no such page."""
     held = pages.held.at[slots, head].get(mode="clip")
     column = jnp.zeros_like(number)
     for level, run in enumerate(pages.runs):
@@ -192,7 +193,7 @@ def _taken(pages: Pages, slots_S, held_SxHxI):
 
 def _take(pages: Pages, counts, width: int):
     """(ids [..., width], pages) after each head took `counts` [...] pages from the start of the
-    list. The first `counts` ids are the head's."""
+    free page list. The first `counts` ids are the head's new pages."""
     ends = jnp.cumsum(counts.reshape(-1), dtype=jnp.int32)
     first = pages.start + (ends - counts.reshape(-1)).reshape(counts.shape)
     at = (first[..., None] + jnp.arange(width)) % len(pages.free_list)

@@ -1,5 +1,5 @@
-"""Which pages a generated token reads: all, or in each head the pages with the largest score bounds
-(LServe §3.5, Quest), in any precision.
+"""Page selection for generated tokens. A head reads all of its pages, or the pages of any precision
+with the largest score bounds (LServe §3.5, Quest).
 
 Each `logical` tokens of a page share key extremes. So pages of lower precision, which hold more
 tokens, do not have looser bounds. Extremes are not narrowed when a token leaves its page; they
@@ -79,8 +79,8 @@ class TopPages:
 
         newest: [R] int32, the page of the new token.
         selects: [R] bool, whether the row may skip pages.
-        implementation: implementation of attention. It is only passed on if it runs without
-            kernels: the selection kernel does not support all options.
+        implementation: implementation of attention. The selection uses the same one only if it runs
+            without kernels: the selection kernel does not support all options.
         """
         (R, M), N, D = tables_RxM.shape, len(extremes_NxE), q_RxGxD.shape[-1]
         row, entry = jnp.arange(R)[:, None], jnp.arange(M)
@@ -113,7 +113,7 @@ class TopPages:
             rank = jnp.cumsum(mine, axis=1) - 1
             ids = jnp.take_along_axis(tables_RxM, run.column(number), axis=1)
             tables = tables.at[row, jnp.where(mine, run.column(rank), M)].set(ids, mode="drop")
-            # Chosen pages are in order: the last page, which may not be full, stays last.
+            # Chosen pages are in order, so the last page, which may not be full, stays last.
             with_last = (mine & (number == of_level - 1)).any(1)
             lacks = held[:, level] * P - counts_RxI[:, level]
             read = mine.sum(1) * P - jnp.where(with_last, lacks, 0)

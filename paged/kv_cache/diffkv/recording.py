@@ -4,9 +4,9 @@ A file has the tokens of each KV head in high and in low precision, for each rec
 thresholds, as means over several sequences:
 
     prompt      right after prompts of `lengths` tokens
-    generated   in sequences of `lengths` tokens, of which all but the beginning was generated
+    generated   in sequences of `lengths` tokens, generated from a short beginning
 
-`python -m experiments.papers.diffkv.record_compression` writes it.
+`python -m experiments.papers.diffkv.record_compression` writes such a file.
 """
 
 import json
@@ -22,11 +22,12 @@ ROUNDING = 1e-6  # tolerance for sums of rounded token counts
 
 @dataclass(frozen=True)
 class Recording:
-    """Kept tokens for every length. Up to `window` tokens all are kept in high precision. Between
-    recorded lengths the counts are interpolated. Above N tokens, shares are as for N.
+    """Kept tokens for every length. Sequences of up to `window` tokens are kept whole in high
+    precision. Between recorded lengths, token counts are interpolated. Above N tokens, the kept
+    shares are those for N tokens.
 
-    prompt, generated: [N + 1, L, K, 2] tokens that a head keeps of 0 … N tokens: in both
-        precisions together, and in low precision.
+    prompt, generated: [N + 1, L, K, 2] number of tokens that a head keeps of 0 … N tokens, in both
+        precisions together and in low precision.
     """
 
     prompt: np.ndarray
@@ -54,8 +55,8 @@ class Recording:
     def of(cls, lengths, prompt, generated, options: Options) -> "Recording":
         """lengths: [n]. prompt, generated: [n, L, K, 2] tokens in high and in low precision.
 
-        Raises ValueError for impossible counts. A head's total grows by at most one for each
-        generated token, and neither the total nor low precision shrinks."""
+        Raises ValueError for impossible token counts: a head's total must grow by at most one for
+        each generated token, and neither the total nor low precision may shrink."""
         W = options.window
         grid = np.array([0, W, *lengths], float)
         if (np.diff(grid) <= 0).any():
@@ -80,7 +81,8 @@ class Recording:
         layer of the same relative depth; its heads use that layer's heads in turn.
 
         layers, heads: layers of the model, and KV heads of each.
-        streams: [layers * heads] bool, streaming heads, which use no recorded head; or None."""
+        streams: [layers * heads] bool, streaming heads, which use no recorded head; None if no head
+            streams."""
         L, K = self.prompt.shape[1:3]
         number = np.arange(layers * heads)
         recorded = (number // heads * L // layers) * K + number % K
@@ -88,8 +90,8 @@ class Recording:
 
     def tokens(self, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """[r, L * K, 2] tokens that heads keep in high and in low precision, of sequences with
-        `prompts` [r] prompt tokens and `ends` [r] tokens in total. A generated token adds as much
-        as in the recorded generation at its length."""
+        `prompts` [r] prompt tokens and `ends` [r] tokens in total. A generated token adds the same
+        number of tokens as in the recorded generation at this length."""
         kept = self._at(self.prompt, prompts)
         kept = kept + self._at(self.generated, ends) - self._at(self.generated, prompts)
         # Rounded so that one more token adds at most one, to one precision.

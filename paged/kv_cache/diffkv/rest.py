@@ -1,13 +1,13 @@
-"""KIVI (arXiv:2402.02750): the newest tokens, the rest, are in 16 bits, all others in few bits.
+"""KIVI (arXiv:2402.02750): the newest tokens (the rest) are in 16 bits, all others in few bits.
 Keys have a scale for each channel and group of tokens, values for each token and group of channels.
 
 The rest is a ring of whole groups in the highest precision. A new token replaces the oldest one. If
-the oldest token is the first of its group, the whole group is quantised and written. Its other
-tokens are read unquantised until they are replaced.
+the oldest token is the first of its group, the whole group is quantised and written. The group's
+other tokens are read unquantised until they are replaced.
 
-So a rest of R tokens is always the newest R, for keys and values. In the paper this holds for
-values; its rest of keys has 0 to R - 1 tokens. Which tokens are held, and where, depends only on
-the number of tokens. No token is dropped. The state after a prompt equals the state after
+So a rest of R tokens always holds the newest R keys and values. In the paper the rest of values
+does, too, but the rest of keys has 0 to R - 1 tokens. The precision and place of each token depend
+only on the number of tokens. No token is dropped. The state after a prompt equals the state after
 generating the same tokens.
 """
 
@@ -23,7 +23,7 @@ from pallas_kernels.quantized_attention import PageFormat, Tokens
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-LOWERED_GROUPS = 16  # per iteration of `lower`
+LOWERED_GROUPS = 16  # groups per iteration of `lower`
 
 
 class Groups(NamedTuple):
@@ -78,8 +78,8 @@ class Rest:
         return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
 
     def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
-        """See `Keeper`. In a full rest, a new token replaces the oldest one. The oldest one then
-        counts as a token of the lower precision."""
+        """See `Keeper`. In a full rest, a new token replaces the oldest one, which then belongs to
+        the lower precision."""
         positions = jnp.broadcast_to(positions, kept.shape)
         full = positions >= self.tokens
         arrives = jnp.stack([jnp.ones_like(full), full], -1)
@@ -88,8 +88,8 @@ class Rest:
         return Decision(arrives, replaces, at)
 
     def groups(self, lengths_S, starts_S, k_TxKxD, v_TxKxD) -> Groups:
-        """The groups of prompts with a token outside the rest. Prompts are whole, so each group has
-        all of its tokens. starts: [S] int32, index of each prompt's first token."""
+        """The prompts' groups that have a token outside the rest. Prompts are whole, so each group
+        has all of its tokens. starts: [S] int32, index of each prompt's first token."""
         T, K, D = k_TxKxD.shape
         counts = (self.beyond(lengths_S) + self.group - 1) // self.group
         row, number, live = listed(counts, 0, max(1, T // self.group))

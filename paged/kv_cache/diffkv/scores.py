@@ -1,6 +1,6 @@
 """Scores in generation: attention probabilities, summed up in the pages (DiffKV §4, §5.2).
 
-`compression.py` makes the significance of tokens from them.
+`compression.py` computes the significance of tokens from scores.
 """
 
 import jax
@@ -12,17 +12,18 @@ from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-TOKENS = 2048  # per iteration
+TOKENS = 2048  # tokens per iteration
 
 
 def add_scores(
     rules: Rules, words, tables_RxM, runs, counts_RxI, formats, kept, lse_RxG, positions_R, budget
 ):  # fmt: skip
-    """Add each token's probability to its score, and find the tokens that may leave with the next
-    token. A row is a head of a sequence; R rows.
+    """Add each token's probability to its score, and find the tokens that may leave their precision
+    when the next token is added. Each of the R rows is a KV head of a sequence.
 
     words: [N, W], the pool.
-    tables: [R, M] page tables. runs: columns of each precision.
+    tables: [R, M] page tables.
+    runs: columns of each precision in the page tables.
     counts: [R, I] int32 tokens by precision.
     kept: logits of attention, for each precision [R, width of its run, P, G] or larger.
     lse: [R, G] log-sum-exp of attention.
@@ -47,9 +48,10 @@ def _section(
     rules: Rules, words, tables_RxM, run: Run, count_R, format: PageFormat, kept, lse_RxG,
     positions_R, window_R,
 ):  # fmt: skip
-    """One precision of `add_scores`: (words, candidate, victim) in the highest precision, (words,
-    victim) in another one. Tokens are (mean [R], place [R]). window: [R] int32, see `rules.recent`;
-    None in a lower precision."""
+    """`add_scores` for one precision. Returns (words, candidate, victim) for the highest precision,
+    (words, victim) for a lower one. Candidate and victim are (mean [R], place [R]).
+
+    window: [R] int32, see `rules.recent`; None for a lower precision."""
     R, N, P = len(count_R), len(words), format.tokens
     pages_R = (count_R + P - 1) // P
     width = max(1, TOKENS // P)

@@ -14,7 +14,8 @@ from paged.kv_cache.simulated_slots import SimulatedSlots
 
 
 class SimulatedPages(SimulatedSlots):
-    """Counts heads by class. Heads of a class keep alike; the last class is streaming heads."""
+    """Heads by class. All heads of a class keep the same numbers of tokens. The last class has the
+    streaming heads."""
 
     def __init__(self, config: CacheConfig, model: ShardedModel, recorded: str = ""):
         """recorded: path of a `Recording`, or "". Raises ValueError if the file lacks the
@@ -76,7 +77,7 @@ class SimulatedPages(SimulatedSlots):
 
 def kept_by_budget(options: Options, prompts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """[n] tokens that a head keeps of sequences with `prompts` [n] prompt tokens and `ends` [n]
-    tokens in total. Without a budget: all tokens. See `compression`."""
+    tokens in total. Without a budget, a head keeps all tokens. See `compression`."""
     if not options.budget:
         return ends
 

@@ -14,7 +14,7 @@ class Section:
     """The tokens that a head keeps in one precision.
 
     pages: page ids.
-    positions, scores: one entry for each token; no scores if pages store none.
+    positions, scores: one entry for each token. `scores` is empty if pages store no scores.
     """
 
     pages: list[int]
@@ -27,8 +27,7 @@ class Snapshot:
     """The pages of a shard.
 
     free: free pages, in the order of the free page list.
-    heads: by slot and head (layer * K + KV head), a `Section` for each precision, the highest
-        first.
+    heads: [num_slots][layer * K + KV head], a `Section` for each precision, the highest first.
     """
 
     free: list[int]

@@ -1,12 +1,12 @@
 """Chunked prefill (vLLM §4.3) with DiffKV's compression (§4).
 
-Which tokens of a prompt are kept depends on all of its queries, and these attend to unquantised
-keys. So a stage holds one prompt's unquantised keys and values, and the scores of its tokens so
-far. The prompt is compressed after its last chunk.
+All queries of a prompt decide which tokens are kept, and they attend to unquantised keys. So a
+stage holds one prompt's unquantised keys and values, and the scores of its tokens so far. The
+prompt is compressed after its last chunk.
 
 Chunks end at multiples of a tile of queries. So scores are added in the same order as for a whole
-prompt, with the same bits. While a prompt is in the stage, another prompt can only be prefilled if
-it ends in the same step (`PrefillRoom`).
+prompt, and are equal bit for bit. While a prompt is in the stage, another prompt can only be
+prefilled if it ends in the same step (`PrefillRoom`).
 """
 
 import flax.struct
@@ -56,8 +56,8 @@ class Chunks:
 
     before: [Sp] tokens of each prompt computed before this step.
     totals: [Sp] tokens of each prompt.
-    goes_on: [Sp] bool, whether the prompt has tokens in the stage. At most one row.
-    stays: [Sp] bool, whether the prompt does not end in this step. At most one row.
+    goes_on: [Sp] bool, whether the prompt has tokens in the stage. True in at most one row.
+    stays: [Sp] bool, whether the prompt does not end in this step. True in at most one row.
     """
 
     before: jax.Array
@@ -84,7 +84,7 @@ class Places:
     rows: [T] int32, row of each token, clipped to the rows of prompts.
     positions: [T] position of each token in its prompt; 0 if not live.
     live: [T] bool, whether the token's prompt ends in this step.
-    starts, ends: [Sp] index of each prompt's first token, and of the end.
+    starts, ends: [Sp] index of each prompt's first token, and index after its last token.
     """
 
     rows: jax.Array
@@ -95,7 +95,7 @@ class Places:
 
     @classmethod
     def of_step(cls, inputs) -> "Places":
-        """The places of a step's own tokens. All of its prompts count as whole."""
+        """The places of a step's own tokens, if all of the step's prompts are whole."""
         T, R = inputs.num_prefill_tokens, inputs.num_prefill_rows
         rows, starts = inputs.token_rows[:T], inputs.query_starts
         live = rows < R

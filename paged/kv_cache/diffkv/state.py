@@ -26,7 +26,7 @@ class DiffKVCache:
     words: [N, W] uint32, the pool of unified pages.
     pages: page tables and the free page list.
     counts: [num_slots, L * K, I] int32 tokens of each head by precision, the highest first.
-    found: [num_slots, L * K, 1 + I], tokens that may leave with the next token.
+    found: [num_slots, L * K, 1 + I], tokens that may leave when the next token is added.
     alpha: [1, I] float32, by precision.
     budget: [1] float32.
     streams: [1, L * K] bool, whether each head streams; None if no head streams.
@@ -88,7 +88,7 @@ class PromptPlan:
     lengths: [Sp] tokens of each prompt that ends in the step, else 0.
     allocated: [Sp, L * K] pages of each head until the prompt is compressed.
     schedule: schedule of the attention kernel, or None.
-    chunks: None without chunked prefill.
+    chunks: the prompts as chunks; None without chunked prefill.
     """
 
     slots: jax.Array
@@ -131,7 +131,7 @@ def plan_prompts(
 ):
     """Allocate the worst case of pages for prompts (§5.3). Returns (cache, PromptPlan)."""
     Sp, S = inputs.num_prefill_rows, len(inputs.lengths)
-    # `inputs.lengths` is also set in rows that compute nothing: only tokens show which compute.
+    # `inputs.lengths` is also set in rows that compute nothing, so ends come from the tokens.
     ends = jnp.zeros(S, jnp.int32).at[inputs.token_rows].max(inputs.positions + 1, mode="drop")
     lengths, chunks = ends[:Sp], None
     if layout.staged:
@@ -178,7 +178,7 @@ def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, imple
     read = jnp.where(real[..., None], before + grows, 0)
     by_layer = read.reshape(len(slots), layout.layers, layout.heads, layout.levels)
     schedules = None
-    if not layout.reads:  # page selection: each layer reads its own pages
+    if not layout.reads:  # page selection reads other pages in each layer
         schedules = jax.vmap(
             lambda counts: plan_mixed_decode(counts, layout.formats, implementation=implementation),
             in_axes=1,

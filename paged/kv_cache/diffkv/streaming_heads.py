@@ -1,7 +1,7 @@
-"""Streaming heads on device pages: they keep a sink and the last tokens, whatever the scores
-(LServe §3.3, DuoAttention).
+"""Streaming heads on device pages: they keep a sink and the last tokens, for any scores (LServe
+§3.3, DuoAttention).
 
-All of their tokens are in the highest precision. The last tokens are a ring behind the sink: a new
+All of their tokens are in the highest precision. The last tokens are a ring behind the sink. A new
 token replaces the token that leaves the window. So the tokens of a streaming head, and their
 places, depend only on positions. Queries of a prompt attend to the whole prompt, as in other heads;
 the window applies from the first generated token on.
@@ -39,7 +39,7 @@ class StreamingHeads:
 
     @property
     def fewest(self) -> int:
-        """Streaming heads of the shard with the fewest of them."""
+        """Number of streaming heads on the shard with the fewest."""
         return min(sum(heads) for heads in self.by_shard)
 
     @property
@@ -52,7 +52,7 @@ class StreamingHeads:
         return jnp.where(positions < self.sink, positions, in_ring)
 
     def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
-        """See `Keeper`. Decided by positions alone."""
+        """See `Keeper`. The kept tokens depend on positions alone."""
         kept = (positions_T < self.sink) | (positions_T >= lengths_T - self.local)
         kept = jnp.broadcast_to(kept[:, None], sums_TxK.shape)
         return [kept] + [jnp.zeros_like(kept)] * (len(alpha) - 1), sums_TxK

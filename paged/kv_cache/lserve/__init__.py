@@ -1,6 +1,7 @@
 """LServe's policy: streaming heads, page selection in dense heads, and a cache for each head kind.
 
-DuoAttention and Quest are settings of it: configs/duo_attention.flags, configs/quest.flags.
+DuoAttention and Quest are settings of this policy: configs/duo_attention.flags and
+configs/quest.flags.
 """
 
 import numpy as np
@@ -28,8 +29,8 @@ def capabilities(config: CacheConfig) -> Capabilities:
     reads all pages, but a generated token reads selected pages. The tiles of a sparse prefill end
     elsewhere if generated tokens are prefilled with the prompt.
 
-    For the same reasons, sparsely prefilled prompts and output after the first page selection share
-    no prefixes."""
+    For the same reasons, no other sequence shares the tokens of sparsely prefilled prompts, or
+    tokens decoded after the first page selection."""
     options: Options = config.policy_options
     never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
     sparse = minference_pages(config) > 0

@@ -38,13 +38,13 @@ class Ends:
 
 
 class Checkpoints:
-    """The cache of a `BlockPool`: blocks of checkpoints. Keys are keys of prefixes.
+    """The cache of a `BlockPool`. It keeps blocks of checkpoints, by the key of their prefix.
 
     idle: blocks without owners.
     pins: [num_blocks] number of pinned checkpoints that reference each block.
     num_references: references of all pinned checkpoints.
     num_pinned: distinct blocks of pinned checkpoints.
-    ends: by slot, the prefix ends where its prompt makes checkpoints.
+    ends: the prefix ends where each slot's prompt makes checkpoints.
     """
 
     def __init__(self, num_blocks: int):
@@ -53,7 +53,8 @@ class Checkpoints:
         self.num_references = self.num_pinned = 0
         self._pinned: dict[bytes, np.ndarray] = {}
         self._cached: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
-        self._references = np.zeros(num_blocks, np.int64)  # of cached checkpoints to each block
+        # References of cached checkpoints to each block.
+        self._references = np.zeros(num_blocks, np.int64)
         self._orphans: list[int] = []  # idle blocks of no checkpoint
         self.ends: dict[int, Ends] = {}
 
@@ -67,7 +68,8 @@ class Checkpoints:
         return idle[self._references[idle] > 0]
 
     def has(self, key: bytes) -> bool:
-        """Whether a sequence can continue the prefix: its checkpoint is pinned or confirmed."""
+        """Whether a sequence can continue the prefix, because it has a pinned or confirmed
+        checkpoint."""
         cached = self._cached.get(key)
         return key in self._pinned or (cached is not None and cached.slot == CONFIRMED)
 
@@ -79,8 +81,8 @@ class Checkpoints:
         return self._cached[key].blocks
 
     def begin(self, slot: int, ends: Iterable[tuple[int, bytes]]) -> None:
-        """The prompt of `slot` begins. It will make checkpoints at `ends` (pages, key), unless they
-        exist."""
+        """Begin the prompt of `slot`, which will make checkpoints at those `ends` (pages, key) that
+        have none."""
         due = [(pages, key) for pages, key in ends if not self.has(key)]
         if due:
             self.ends[slot] = Ends(due)
@@ -102,13 +104,13 @@ class Checkpoints:
             self.ends[slot].kept.append(key)
 
     def confirm(self, slot: int) -> None:
-        """The prompt of `slot` is computed: other sequences may use its checkpoints."""
+        """Let other sequences use the checkpoints of `slot`, whose prompt is computed."""
         for checkpoint in self._of(slot):
             self._cached[checkpoint].slot = CONFIRMED
         self.ends.pop(slot, None)
 
     def leave(self, slot: int) -> None:
-        """The slot's sequence leaves: drop its unconfirmed checkpoints."""
+        """Drop the unconfirmed checkpoints of a slot whose sequence leaves."""
         for key in self._of(slot):
             self._forget(key)
         self.ends.pop(slot, None)
@@ -133,7 +135,7 @@ class Checkpoints:
         return block
 
     def pin(self, key: bytes, blocks: np.ndarray) -> bool:
-        """Pin a checkpoint. Returns whether it is new: the caller must then share its blocks."""
+        """Pin a checkpoint. Returns whether it is new. The caller must share blocks of new ones."""
         if key in self._pinned:
             return False
         self._pinned[key] = blocks

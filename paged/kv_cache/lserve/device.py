@@ -1,16 +1,17 @@
 """Device half of LServe's policy: streaming heads read their window, dense heads selected pages.
 
-Heads are in the order of `head_order`: in each layer the dense heads come first. The paged
-attention ops get shorter page tables: in prefill one for each page of queries, in decode one for
-each row and head, so that short tables do not wait for long ones.
+Heads are in the order of `head_order`, with the dense heads of each layer first. The paged
+attention ops get shorter page tables. Prefill has one for each page of queries, decode one for each
+row and head, so that short tables do not wait for long ones.
 
 If keys and values are quantised, every query reads the quantised ones, in prompts too. So output
 does not depend on how the load splits a prompt into chunks. (QServe, the base of the authors' code,
 has no chunks: a prompt attends to itself unquantised.) Statistics are of unquantised keys, as in
 the authors' code.
 
-A sliding window of the model is one more mask. In layers with one, streaming heads read the part of
-sink and window inside it, and dense heads read all of it, without page selection.
+A sliding window of the model is one more mask. In layers with a sliding window, streaming heads
+read their sink and local pages inside it. Dense heads read the whole sliding window, without page
+selection.
 """
 
 from dataclasses import dataclass, field, replace
@@ -52,7 +53,7 @@ class LServeCache:
         layout has a format.
     page_base: [L, K] int32, the page of block 0 of each head.
     num_dense: [L] int32 dense heads of each layer.
-    selected_at: [num_slots] int32 position of the query that selected last, or `NEVER`.
+    selected_at: [num_slots] int32 position of the last query that selected pages, or `NEVER`.
     statistics: [N_dense, C * 2D] key extremes of dense heads' pages; None if no row can select.
     selected: [num_slots, L, J, B - 1] int32 selected logical pages without the newest page, by KV
         head or query head; None if no row can select.
@@ -147,8 +148,8 @@ class LServePolicy(BlockDevice):
 
     @property
     def _prefill(self) -> str | None:
-        """The implementation of prefill. Its kernels cannot read quantised pages: the default is
-        then "xla". Plans must be made for the same implementation."""
+        """The implementation of prefill. Its kernels cannot read quantised pages, for which the
+        default is "xla". Plans must be made for the same implementation."""
         quantised = self.layout.format is not None and self.implementation is None
         return "xla" if quantised else self.implementation
 

@@ -1,7 +1,7 @@
-"""Which KV heads stream: gates of a model's heads, cut at a quantile (LServe §3.3, DuoAttention).
+"""Gates of a model's KV heads: heads below a quantile stream (LServe §3.3, DuoAttention).
 
 A gate is in [0, 1]. Retrieval heads have gates near 1 and stay dense. DuoAttention publishes gates
-as `full_attention_heads.tsv`, a line a layer. Our gates are JSON files beside their model:
+as `full_attention_heads.tsv`, one line for each layer. Our gates are JSON files beside their model:
 {"weights_sha256": HASH, "gates": [[...], ...]}.
 """
 
@@ -55,17 +55,18 @@ def read_gates(path: str, weights_hash: Callable[[], str]) -> Gates:
 
 def _table(text: str) -> list[list[float]]:
     """The numbers [L, K] of a tab-separated file, without comments. Trained gates outside [0, 1] by
-    a rounding error are clipped, as in DuoAttention's loader. `checked_gates` rejects others."""
+    a rounding error are clipped, as in DuoAttention's loader. `checked_gates` rejects larger
+    errors."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of loadtxt, for an empty file
+        warnings.simplefilter("ignore", UserWarning)  # loadtxt warns if a file is empty
         gates = np.loadtxt(io.StringIO(text), ndmin=2)
     clipped = np.clip(gates, 0, 1)
     return np.where(np.abs(gates - clipped) <= ROUNDING, clipped, gates).tolist()
 
 
 def streaming_heads(gates: Gates, share: float) -> np.ndarray:
-    """[L, K] bool: the `share` of all heads, rounded, with the lowest gates. Of equal gates, lower
-    layers and then lower heads come first."""
+    """[L, K] bool: the `share` of all heads, rounded, with the lowest gates. Among heads with equal
+    gates, heads of lower layers stream first, then lower heads of a layer."""
     flat = np.array(gates).reshape(-1)
     count = int(share * len(flat) + 0.5)
     streams = np.zeros(len(flat), bool)
@@ -95,7 +96,7 @@ class GatedOptions:
     )
 
     def __post_init__(self):
-        # An event log restores a list; an array has no truth value.
+        # An event log restores a tuple as a list. An array has no truth value.
         given = not isinstance(self.gates, tuple | list) or len(self.gates) > 0
         object.__setattr__(self, "gates", checked_gates(self.gates) if given else ())
         if given and self.streaming_share is None:
@@ -123,16 +124,16 @@ class GatedOptions:
 
 
 def by_shard(of_heads: np.ndarray, num_shards: int) -> list[np.ndarray]:
-    """Each shard's part of [L, K] by KV head, or of [L, H]. With more shards than heads, several
-    shards have the same part."""
+    """Each shard's part of `of_heads`, [L, K] by KV head or [L, H] by query head. With more shards
+    than heads, several shards have the same part."""
     groups = np.split(of_heads, min(num_shards, of_heads.shape[1]), axis=1)
     return [group for group in groups for _ in range(num_shards // len(groups))]
 
 
 def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:
     """[L, K], the head at each place. Each layer has `num_groups` runs of K / num_groups heads, one
-    for each shard, dense heads first. A layer's dense heads are spread evenly over the runs; the
-    remainders of all layers, too."""
+    for each shard, dense heads first. A layer's dense heads are spread evenly over the runs. The
+    remainders of successive layers go to the runs in turn."""
     L, K = streams.shape
     size, order, next_odd = K // num_groups, np.empty((L, K), int), 0
     for layer in range(L):

@@ -109,7 +109,7 @@ class LServeHost(HostPolicy):
         self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
     ) -> None:
         """Share the window at the end of the cached prefix. The prompt will make checkpoints at its
-        own end, and at the end of its cached blocks if there is none."""
+        own end, and at the end of its cached blocks, unless these have checkpoints."""
         found = prefixes.find(sequence)
         if found.num_tokens:
             streaming.adopt(slot, found.num_tokens, found.end)

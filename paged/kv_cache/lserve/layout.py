@@ -24,8 +24,8 @@ DENSE, STREAMING = "dense", "streaming"
 
 @dataclass(frozen=True)
 class Layout:
-    """page_size, reuse, logical, minference_from and minference_tile count tokens. Other counts are
-    of pages or blocks.
+    """page_size, reuse, logical, minference_from and minference_tile are in tokens. Other sizes are
+    in pages or blocks.
 
     num_dense: dense heads by shard and layer. They come first in their layer.
     sink, local: see `streaming_blocks`.
@@ -52,7 +52,7 @@ class Layout:
     num_slots: int
     heads: int  # KV heads of a shard
     num_dense: tuple[tuple[int, ...], ...]
-    max_pages: int  # of a sequence
+    max_pages: int  # most pages of a sequence
     sink: int
     local: int
     selected: int
@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def dense_pages(self) -> int:
-        """Pages of a shard's dense pool: the first page of streaming heads."""
+        """Number of pages of a shard's dense pool, which is the first page of streaming heads."""
         return self.max_heads[0] * self.num_blocks[0]
 
     @property
@@ -138,7 +138,7 @@ class Layout:
 
     @property
     def swap_copies(self) -> int:
-        """Units are gathered first: see `paged.kv_cache.work.Layout`."""
+        """0, because units are gathered first: see `paged.kv_cache.work.Layout`."""
         return 0
 
     @property
@@ -162,8 +162,8 @@ class Layout:
         return pages * dense + window * streaming, np.stack([kept, np.zeros_like(kept)], -1)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
-        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. Selections
-        count only at multiples of `reuse`, so a sequence's first selection may be missing."""
+        """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. Only
+        selections at multiples of `reuse` are included, so a sequence's first may be missing."""
         heads, P, C, L = self.attention, self.page_size, self.logical, len(self.windows)
         G, decodes, prefills = heads.H // heads.K, new_tokens == 1, new_tokens > 1
         before, position = contexts - new_tokens, contexts - 1
@@ -232,9 +232,9 @@ def _streamed_up_to(
     P: int, sink: int, local: int, max_pages: int, window: int | None
 ) -> np.ndarray:
     """[max_pages * P + 1] pairs of `Layout._streamed`. A query sees the sink pages, the local
-    pages, and its own page up to itself; of these only tokens in the sliding window."""
+    pages, and its own page up to itself. With a sliding window, it sees only the tokens inside."""
     position = np.arange(max_pages * P)
-    near = np.minimum(position, local * P + position % P)  # earlier ones
+    near = np.minimum(position, local * P + position % P)  # without the query's own token
     sinks = np.minimum(sink * P, position - near)
     if window is not None:
         sinks = np.clip(sinks - (position + 1 - window).clip(0), 0, None)
@@ -290,7 +290,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     # A context within the budget is read whole, even if it ends within a page.
     read_whole = -(-max(options.budget, options.sparse_from) // P)
     quantised = options.kv_bits != UNQUANTISED
-    # Layers with a sliding window read all of it.
+    # Layers with a sliding window read the whole window, without page selection.
     windows = model.shard.attention.within(config.max_model_len).windows
     sparse = None in windows
     layout = Layout(
@@ -343,9 +343,9 @@ def _max_pages(config: CacheConfig) -> int:
 
 
 def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
-    """Blocks of the two pools. The streaming pool has windows for all slots, then for checkpoints,
-    in at most half of the memory, but at least one window and the chunks of a step: without them
-    no sequence can run. The dense pool has the rest."""
+    """Blocks of the two pools. The streaming pool takes windows for all slots, then for
+    checkpoints, up to half of the memory. It takes at least one window and the chunks of a step,
+    without which no sequence can run. The dense pool takes all other memory."""
     dense, streaming = (size // model.num_shards for size in layout.unit_bytes)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
     room = max(0, room - state_bytes(layout, config.policy_options))

@@ -11,7 +11,7 @@ from paged.kv_cache.policy import CacheConfig
 from pallas_kernels.quantization import KVFormat
 
 UNQUANTISED = 16  # kv_bits of unquantised pages
-MIN_SELECTED = 3  # pages: the newest is always read, so fewer would leave too little choice
+MIN_SELECTED = 3  # pages. The newest is always read, so fewer would leave too little choice
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Which pages a dense head reads: the pages with the largest score bounds from key extremes,
-selected once in `reuse` tokens (LServe §3.5, Quest).
+"""Page selection of dense heads. A head reads the pages with the largest score bounds from key
+extremes, selected once in `reuse` tokens (LServe §3.5, Quest).
 """
 
 import jax
@@ -14,7 +14,7 @@ def write_statistics(
     layout: Layout, statistics, k_TxKxD, slots_TxK, runs: KeyRuns | None, Tp: int
 ) -> jax.Array:
     """`statistics` of `LServeCache` with new keys. Pages of streaming heads have no statistics.
-    runs: runs of the first Tp keys, of prompts."""
+    runs: runs of the prompts' keys, the first Tp."""
     by_page, logical = _by_logical_page(layout, statistics), layout.logical
     if Tp:
         by_page = write_key_statistics(
@@ -26,7 +26,7 @@ def write_statistics(
 
 
 def _by_logical_page(layout: Layout, statistics) -> jax.Array:
-    """[N, C, 2D] view. Stored as such, an axis of one logical page would make XLA copy it."""
+    """[N, C, 2D] view. The array is stored without the axis C: XLA would copy it if C were 1."""
     return statistics.reshape(len(statistics), -1, 2 * layout.attention.D)
 
 
@@ -62,7 +62,7 @@ def select(
 
 
 def _random_pages(layer, numbers_J, positions_S, num_pages_SxJ, M: int, count: int):
-    """[S, J, count] random pages without the newest one: a baseline for selection by keys."""
+    """[S, J, count] random pages without the newest page, as a baseline of selection by keys."""
     key = jax.random.fold_in(jax.random.key(0), layer)
 
     def of_head(at, number):

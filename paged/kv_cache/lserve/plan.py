@@ -1,4 +1,4 @@
-"""Step plans of LServe's device half, made before the layers: tables, and which rows select."""
+"""Step plans of LServe's device half, made once for all layers: tables, and rows that select."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,12 +31,12 @@ NEVER = -1  # the owner of the slot has not selected yet
 class PrefillPlan:
     """lists: [I, B] block lists of streaming heads.
     blocks: [I, B] blocks of these lists in the streaming pool.
-    schedules: number of dense heads -> (schedules of dense heads, one for each distinct window;
-        schedule of streaming heads).
+    schedules: number of dense heads -> (schedules of dense heads, schedule of streaming heads).
+        Dense heads have a schedule for each distinct window.
     runs: runs of the chunks' keys.
     hybrid: kernel schedule of both kinds of heads in one launch, instead of `schedules`.
 
-    Sparse prefill (MInference); all None without it:
+    Fields of sparse prefill (MInference), all None without it:
     sparse: [Sp] bool, rows whose dense heads read only the pages of their best columns and
         diagonals.
     segments: queries that share an estimate.
@@ -61,7 +61,7 @@ class DecodePlan:
     positions: [Sd] position of the new token.
     lengths: [Sd] tokens of the sequence, 0 for an unused row.
     sparse: [Sd] whether the row reads selected pages.
-    fresh: [Sd] whether the row selects them in this step.
+    fresh: [Sd] whether the row selects pages in this step.
     blocks: [Sd, W] blocks of the streaming heads' window.
     lengths_in_window: [Sd] tokens of the window.
     attention, selection: kernel schedules for each case of `with_schedules`, or None.
@@ -174,7 +174,8 @@ def _plan_prefill(
 
 
 def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
-    """`inputs.lengths` is also set for forks and padding: only tokens show which rows compute."""
+    """computes: [Sd] bool, whether the row computes. `inputs.lengths` is also set for forks and
+    padding."""
     P, Tp, Sp = layout.page_size, inputs.num_prefill_tokens, inputs.num_prefill_rows
     positions, tables = inputs.positions[Tp:], inputs.tables[Sp:]
     slots = jnp.where(computes, inputs.slots[Sp:], layout.num_slots)
@@ -231,7 +232,7 @@ def with_schedules(
     number of dense heads.
 
     heads: [J] int32 KV head of each selecting head.
-    head_dim, dtype: of the pages.
+    head_dim, dtype: head dim and dtype of the pages.
     implementation, selection: implementations of attention and of page selection.
     """
     cases = [

@@ -1,6 +1,6 @@
 """Prefill of LServe's policy. All heads of a kind run in one call: streaming heads read their
 window, dense heads all pages, or the pages that MInference keeps. In a layer with a sliding window
-both read only tokens inside it, and MInference is off.
+both kinds read only tokens inside the sliding window, and MInference is off.
 """
 
 import jax
@@ -52,8 +52,8 @@ def prefill(
             schedule=schedule, implementation=implementation, **how,
         )  # fmt: skip
 
-    # Outside of the branches: a collective needs all shards, but shards with different numbers of
-    # dense heads take different branches.
+    # The gather is outside of the branches, because a collective needs all shards, but shards with
+    # different numbers of dense heads take different branches.
     telling = None
     if sparse is not None and plan.segments is not None:
         telling = shared.gather(last_queries(q_TxHxD, plan.segments))
@@ -106,5 +106,5 @@ def prefill(
 
 
 def _by_head(tables, K: int):
-    """Tables [S, K, M]: tables [S, M], the same for all K heads."""
+    """Page tables [S, K, M], the same for all K heads. tables: [S, M]."""
     return jnp.broadcast_to(tables[:, None], (tables.shape[0], K, tables.shape[1]))

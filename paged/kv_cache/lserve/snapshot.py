@@ -12,10 +12,10 @@ class Selections:
     """The selected pages of a shard. Heads are in the order of `head_order`.
 
     num_dense: [L] dense heads of each layer. They come first.
-    positions: [num_slots] position of the query that selected last; -1 if the slot's owner has not
-        selected.
+    positions: [num_slots] position of the last query that selected pages; -1 if the slot's owner
+        has not selected any.
     pages: [num_slots, L, J, B - 1] logical pages selected by each KV head, or query head. Entries
-        of streaming heads may be anything. The query's own page is always read, and not listed.
+        of streaming heads are undefined. The query's own page, always read, is not included.
     """
 
     num_dense: np.ndarray

@@ -4,9 +4,9 @@ A sequence holds its first pages and its last pages. A query reads page p if `p 
 `p >= query's page - local`; other pages are freed as soon as no later query reads them. A table has
 columns for the sink and a ring, so that a page keeps its column.
 
-Admission reserves the whole window of a sequence, so it never grows beyond. Further blocks are
-reserved for the chunks of one step; they are freed before the next step allocates. A quota is
-reserved for checkpoints; more checkpoints stay while windows leave room.
+Admission reserves the whole window of a sequence, which never needs more. Further blocks are
+reserved for the chunks of one step, and are freed before the next step allocates. A quota of blocks
+is reserved for checkpoints. More checkpoints stay while windows leave room.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class SwappedWindow:
 
 
 class StreamingHost(BlockHost):
-    """Arrays are by slot.
+    """Arrays have one entry for each slot.
 
     blocks: [num_slots, sink + ring] int32 block tables.
     first: first page of the window, at least sink.
@@ -121,7 +121,7 @@ class StreamingHost(BlockHost):
         return self.blocks[slot, self._layout.column(pages)]
 
     def _window(self, num_tokens: int) -> np.ndarray:
-        """Logical pages, with tokens, that the query after `num_tokens` reads."""
+        """Logical pages that the query after `num_tokens` tokens reads, without empty pages."""
         layout, P = self._layout, self._layout.page_size
         return self._pages(max(num_tokens // P - layout.local, layout.sink), -(-num_tokens // P))
 
@@ -255,7 +255,7 @@ class StreamingHost(BlockHost):
             self.host_pool.release(window.blocks)
 
     def usage(self) -> Usage:
-        """A block with several owners counts once."""
+        """A block with several owners is counted once."""
         layout, P = self._layout, self._layout.page_size
         in_window = np.maximum(self.end - self.first, 0)
         places = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
