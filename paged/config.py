@@ -69,15 +69,15 @@ class EngineConfig(CacheConfig):
         "whether new requests wait until swapped ones 'completed' (vLLM §4.5) or only 'resumed'",
     )
     tensor_parallel: int = described(1, "devices that share the model's heads and MLP")
-    seed: int = described(0, "of requests that bring none")
+    seed: int = described(0, "seed of requests without a seed of their own")
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = described(
-        "auto", "of keys and values in the cache; 'auto' is the dtype that the model computes in"
+        "auto", "dtype of cached keys and values; 'auto' is the dtype that the model computes in"
     )
     quantization: Literal["none", "w8a8", "w4a8"] = described(
         "none",
-        "of the layers' products: 'w8a8' has 8-bit weights, a scale for each output channel, and "
-        "8-bit activations, a scale for each token; 'w4a8' has 4-bit weights, with a scale and a "
-        "zero point for each 128 inputs too",
+        "quantization of the layers' products. 'w8a8': 8-bit weights with a scale for each output "
+        "channel, 8-bit activations with a scale for each token. 'w4a8': 4-bit weights, which also "
+        "have a scale and a zero point for each 128 inputs",
     )
     adapter_slots: int = described(0, "LoRA adapters on the device at a time; 0 for none at all")
     max_adapter_rank: int = described(64, "largest rank of an adapter")

@@ -78,9 +78,11 @@ class SamplingParams:
         "returned; None: n",
     )
     beam_width: int = described(1, "beams of a search instead of sampling; 1 is off")
-    length_penalty: float = described(1.0, "of a beam search: above 0 it favours long outputs")
+    length_penalty: float = described(
+        1.0, "exponent of a beam's length; above 0 it favours long outputs"
+    )
     early_stopping: bool | Literal["never"] = described(
-        False, "of a beam search, when it ends: False, True or 'never', as in transformers"
+        False, "when a beam search ends: False, True or 'never', as in transformers"
     )
 
     def __post_init__(self):

@@ -45,54 +45,56 @@ class Options(GatedOptions):
 
     alpha_h: float = described(
         1.0,
-        "a token stays in high precision if its significance is at least this over their number",
+        "a token stays in high precision if its significance is at least alpha_h / (number of "
+        "tokens)",
     )
     alpha_l: float = described(
-        0.02, "a token is dropped if its significance is below this over their number"
+        0.02, "a token is dropped if its significance is below alpha_l / (number of tokens)"
     )
     high: str = described("K8V4", f"page format of high precision; {AUTO!r} keeps kv_dtype")
     low: str = described("K4V2", f"page format of low precision; {AUTO!r} keeps kv_dtype")
     top: str = described(
         "",
-        "page format of a third precision above high, such as K16V16, which new tokens then have; "
-        f"{AUTO!r} keeps kv_dtype. Without one there are two",
+        "page format of a third precision above high, such as K16V16, in which new tokens are "
+        f"written; {AUTO!r} keeps kv_dtype. Empty: two precisions",
     )
     alpha_top: float = described(
         5.0,
-        "a token stays in that third precision if its significance is at least this over their "
-        "number",
+        "a token stays in the third precision if its significance is at least alpha_top / (number "
+        "of tokens)",
     )
-    groups: int = described(1, "parts of a token's keys that have a scale each; values alike")
+    groups: int = described(
+        1, "scales of a token's keys, each for D / groups channels; its values have as many"
+    )
     window: int = described(
         64,
-        "last tokens of a sequence, which stay in the highest precision; h2o's are half of its "
-        "budget, and kivi's its rest",
+        "last tokens of a sequence, which stay in the highest precision. Under h2o the window is "
+        "half of the budget; under kivi it is the rest in 16 bits",
     )
     prompt_rule: Literal["paper", "repository", "h2o", "snapkv", "kivi"] = described(
         "paper",
-        "whose scores count for a prompt's tokens: all later tokens' (paper; h2o: and their own), "
-        "the last 64 queries' (repository), the window's (snapkv) or nobody's (kivi)",
+        "queries whose attention makes a prompt token's significance: all later ones (paper), "
+        "these and its own (h2o), the last 64 (repository), the window's (snapkv), none (kivi)",
     )
     generation_rule: Literal["paper", "repository", "h2o", "keep", "kivi"] = described(
         "paper",
-        "who may leave as a token comes: the candidate first (paper, Algorithm 1), the least "
-        "significant token (repository, and h2o beyond the budget), nobody (keep) or, into low "
-        "precision, the oldest of the window (kivi)",
+        "token that may be moved down or dropped when one is added: the candidate, then a victim "
+        "(paper, Algorithm 1), the least significant one (repository; h2o above its budget), none "
+        "(keep), the oldest of the window, to low precision (kivi)",
     )
     key_group: int = described(
         0,
-        "tokens that share a scale for each channel of their keys in low precision, as kivi has "
-        "it: 32 in the paper. Its groups are of values alone",
+        "tokens whose keys in low precision share a scale for each channel, as in KIVI (32 in its "
+        "paper); `groups` is then of values alone. 0: scales are by token",
     )
     outliers: int = described(
         0,
-        "elements of a token's keys, and of its values, that are kept in 16 bits beside the others "
-        "of few bits, as qaq has it",
+        "elements of a token's keys, and as many of its values, that are kept in 16 bits (QAQ)",
     )
     budget: float = described(
         0.0,
-        "tokens that a head keeps of a prompt, those of the largest scores, and h2o at all; up to "
-        "1 a share of them. Alpha decides if it is 0, and else has no meaning",
+        "tokens with the largest scores that a head keeps of a prompt, under h2o of a whole "
+        "sequence; up to 1: a share of the tokens. 0: alpha decides. Above 0 alpha has no effect",
     )
     sink: int = described(128, "first tokens that streaming heads keep, in the highest precision")
     local: int = described(256, "last tokens that streaming heads keep, in the highest precision")
@@ -113,7 +115,7 @@ class Options(GatedOptions):
         default=(),
         metadata={
             "help": "file of alpha_h and alpha_l that experiments.papers.diffkv.fig10_thresholds "
-            "has found for the model; those given beside it have no meaning",
+            "wrote for the model; it overrides these two options",
             "read": read_thresholds,
         },
     )
