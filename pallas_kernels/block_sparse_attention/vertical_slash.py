@@ -100,8 +100,9 @@ def vertical_slash_blocks(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ):
-    """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order. Entries
-    beyond a list's length may be anything.
+    """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order.
+
+    Entries beyond a list's length may be anything.
 
     q: `last_queries` of the segments; head h reads with KV head h // G.
     k_pages, tables, page_offset, scale, soft_cap: as in `paged_prefill_attention`; pages may be

@@ -54,7 +54,7 @@ def copy_pages(pages_NxPxD, sources_C, destinations_C, *, implementation: str | 
 
     pages: [N, P, D].
     sources, destinations: [C] int32. A pair with a destination of N or more copies nothing. All
-        other destinations must be distinct, and no source may equal another pair's destination.
+        other destinations must be distinct, and must not be among the sources.
 
     Returns the pool; a donated pool is written in place. Raises ValueError if the shapes do not fit
     together, or if the named implementation cannot run them.
