@@ -39,7 +39,7 @@ def sgmv_schedule(segments: Segments, T: int) -> SgmvSchedule:
 
 
 def padded(T: int) -> int:
-    """The number of rows to which arrays of T tokens are padded, so that no tile extends beyond them."""
+    """The rows of an array of T tokens, padded so that no tile extends beyond the array."""
     return max(T + -T % ALIGNMENT, ROWS)
 
 

@@ -136,8 +136,8 @@ def select_pages(
     schedule: `plan_selection` of these rows, made for all layers; None makes one for this call.
 
     Returns columns of the table [R, count] int32, ordered by descending score, then by ascending
-    column. Rows that do not select may have anything. Raises ValueError if the shapes do not fit together, or if the named
-    implementation cannot run them.
+    column. Rows that do not select may have anything. Raises ValueError if the shapes do not fit
+    together, or if the named implementation cannot run them.
     """
     found = sizes(
         q=(q_RxGxD, "R G D"), statistics=(statistics_NxCx2D, "N C 2D"), tables=(tables_RxM, "R M"),

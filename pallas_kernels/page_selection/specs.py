@@ -25,8 +25,8 @@ LOGICAL = 16  # tokens of a logical page
 
 @dataclass(frozen=True)
 class Selection:
-    """sequences: the number of sequences. Each has `heads.K` rows, of which half are streaming heads
-        and do not select.
+    """sequences: the number of sequences. Each has `heads.K` rows. Half of the rows are streaming
+        heads and do not select.
     context: the most tokens of a sequence.
     budget: tokens that attention reads.
     selecting: one in `selecting` sequences selects pages in this step.
@@ -135,8 +135,8 @@ def write(
         }
 
     def cost(arguments) -> Cost:
-        """The cost if keys are read once, and statistics are read and written once per head and run.
-        A chunk is taken to have one run for each `LOGICAL` tokens, the fewest possible."""
+        """The cost if keys are read once, and statistics are read and written once per run. A chunk
+        is taken to have one run for each `LOGICAL` tokens, the fewest possible."""
         heads_with = max(1, K // 2)
         runs = sum(-(-count // LOGICAL) for count in counts)
         return Cost(bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize)

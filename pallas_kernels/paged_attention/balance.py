@@ -41,8 +41,8 @@ def of_decode(shapes: Attention, schedule: DecodeSchedule, lengths_SxK) -> Balan
 
 
 def of_prefill(shapes: Attention, schedule: PrefillSchedule, keys_read: int) -> Balance:
-    """The balance of a prefill schedule. A thread block runs one item for the query heads that share
-    a tile of rows.
+    """The balance of a prefill schedule. A thread block runs one item, for all query heads that
+    share a tile of rows.
 
     keys_read: the number of keys that any query reads, summed over KV heads.
     """

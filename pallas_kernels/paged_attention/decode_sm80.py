@@ -115,8 +115,8 @@ def decode(
         lax.fori_loop(ins.block_items[block], ins.block_items[block + 1], run_item, None)
 
     row_s = plgpu.SMEM((D, N), jnp.float32)
-    # Tiles are half a row wide, so that each of the four warps copies separate tiles even for a page
-    # of 16 tokens.
+    # Tiles are half a row wide, so that each of the four warps copies separate tiles even for a
+    # page of 16 tokens.
     stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
     out, lse, scores = split_kv.launch(
         paged_decode, "paged_decode", _write, schedule, q, (k_pages, v_pages), tables,

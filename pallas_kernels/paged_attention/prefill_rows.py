@@ -55,8 +55,8 @@ class Results(NamedTuple):
 
 
 def merge(schedule, results: Results, heads: int, queries: int):
-    """`results.out` and `results.lse`, completed for tiles that are split into several items. A split
-    tile's log-sum-exp is stored at one of its items."""
+    """`results.out` and `results.lse`, completed for tiles that are split into several items. The
+    log-sum-exp of a split tile is stored at one of its items."""
     _, groups, _, _, D = results.partials.shape
 
     def merge_partials(merges_ref, items_ref, partials_ref, partial_lses_ref, refs, *, out_s):
