@@ -35,7 +35,7 @@ from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, columns, constant, ro
 from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
 from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
 
-TILE = 128  # Keys of a tile, and queries of a tile. Each of two warpgroups computes half of the keys.
+TILE = 128  # Keys of a tile, and queries of a tile. Two warpgroups compute half of the keys each.
 ROWS = 64
 STAGES = 3  # Tiles of queries in flight.
 KEY_SLOTS = 2  # Items with keys in shared memory.
@@ -229,7 +229,7 @@ def _scores(
             of_keys = k_s.at[keys.wait(item), my_keys]
 
             def mask(first_query, p):
-                # Queries are relative to the tile, so that each element is compared with a constant.
+                # Queries are relative to the tile: each element is compared with a constant.
                 query = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=LAYOUT)
                 key = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT.reduce(1))
                 last = ends - first_query

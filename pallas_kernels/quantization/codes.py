@@ -102,8 +102,8 @@ class Codes:
 class ByChannel:
     """Keys with a scale and a zero point for each channel and group of t tokens (KIVI).
 
-    codes: `Codes` with codes [..., P / t, D, t]: axis T of `Codes` numbers channels, and its axis D
-        numbers tokens. So q·k is a weighted sum of D channels, with the query's elements as weights.
+    codes: `Codes` with swapped axes, [..., P / t, D, t]: channels instead of tokens, and tokens
+        instead of channels. So q·k is a sum of D channels, weighted by the query's elements.
     """
 
     codes: Codes
@@ -131,14 +131,16 @@ def _planes(words, format: KVFormat):
     *rest, C = words.shape
     octets = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*rest, format.groups, 1, -1)
     masks = format.most << np.arange(0, 8, format.bits, dtype=np.int32)[:, None]
-    # CPUs only have an instruction that converts signed integers to floats.
+    # On CPUs, one instruction converts signed integers to floats.
     return (octets.astype(jnp.int32) & masks).astype(jnp.float32).reshape(*rest, format.head_dim)
 
 
 def _to_planes(x, format: KVFormat):
-    """Elements [..., D], permuted from channel order to the order of `_planes`. The axes, from outer
-    to inner, are (byte of a word, element of a byte, word) in channel order, and (element, word,
-    byte) in planes."""
+    """Elements [..., D], permuted from channel order to the order of `_planes`.
+
+    From outer to inner, the axes are (byte of a word, element of a byte, word) in channel order,
+    and (element, word, byte) in planes.
+    """
     if not format.scaled:
         return x
     parts = x.reshape(*x.shape[:-1], format.groups, 4, _per_byte(format), -1)
