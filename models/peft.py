@@ -1,7 +1,7 @@
-"""LoRA adapters from and to folders as PEFT writes them, without torch and without PEFT.
+"""Loads and saves LoRA adapters in PEFT's folder format, without torch and without PEFT.
 
 A folder holds adapter_config.json and adapter_model.safetensors. Names, patterns and scales have
-PEFT's meaning (`LoraConfig`): see `models.peft_config`.
+PEFT's meaning (`LoraConfig`, see `models.peft_config`).
 """
 
 import hashlib
@@ -35,20 +35,20 @@ class _Module:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """(in, out)."""
+        """(in, out), the sizes of the module's input and output."""
         param = next(iter(self.projections.values()))
         return param.hf_shape if param.transpose else param.hf_shape[::-1]  # type: ignore
 
     @property
     def in_order(self) -> list[str]:
-        """The projections in the order of their outputs in the module's output."""
+        """The names of the projections, in the order of their parts of the module's output."""
         return sorted(self.projections, key=lambda name: self.projections[name].part or (0, 0))
 
 
 def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora, str]:
-    """The adapter of a folder for `model`, and the SHA-256, in hex, of the folder's content.
+    """The adapter in `folder` for `model`, and the SHA-256, in hex, of the folder's two files.
 
-    dtype: the dtype of serving; the returned weights are float32 in any case.
+    dtype: the serving dtype, which must hold all values. The returned weights are float32.
     Raises ValueError, naming file and field or tensor, for content that is missing, broken,
     unreadable, misshapen, not finite in `dtype`, not supported, or not for this model.
     """
@@ -85,7 +85,7 @@ def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora,
 def _existing(folder: str | Path) -> Path:
     if not isinstance(folder, str | Path):
         raise ValueError(f"an adapter's folder must be a path, not {folder!r:.60}")
-    path = Path(os.path.expanduser(folder))  # leaves '~' of an unknown user as it is
+    path = Path(os.path.expanduser(folder))  # It does not change '~' of an unknown user.
     try:
         if path.is_dir():
             return path
@@ -95,8 +95,8 @@ def _existing(folder: str | Path) -> Path:
 
 
 def _content(path: Path, hint: str = "") -> bytes:
-    """The content of a file, read at once instead of mapped: an adapter may be rewritten or cut
-    short while it is served, and a mapping of a file that is cut short would kill the process."""
+    """The content of a file. It is copied to memory instead of mapped, because an adapter may be
+    rewritten or truncated while it is served, and a truncated mapping would kill the process."""
     try:
         if path.is_file():
             return path.read_bytes()
@@ -110,13 +110,13 @@ def save(
 ) -> None:
     """Write an adapter of `model`, which `load` and PEFT can read.
 
-    The scale stays in B, so alpha is the rank.
+    B already includes the scale alpha / R, so the file's alpha equals its rank.
 
-    dtype: of the file, one of `checkpoint.DTYPES`.
-    base: the model's name in the file.
+    dtype: the file's dtype, one of `checkpoint.DTYPES`.
+    base: the base model's name, written to the file.
 
-    Raises ValueError for pairs of different ranks, if the projections of one module (GPT-2, Phi-3)
-    do not all have the same A, and if `dtype` cannot hold a value.
+    Raises ValueError if modules have different ranks, if the projections of one module (GPT-2,
+    Phi-3) do not all have the same A, or if `dtype` cannot hold a value.
     """
     folder, dtype, modules = Path(folder), checked_dtype(dtype), _modules(model)[0]
     tensors: dict[str, np.ndarray] = {}
@@ -155,7 +155,7 @@ def save(
 
 
 def _modules(model: ModelConfig) -> tuple[dict[str, _Module], set[str]]:
-    """The modules that can be adapted, by PEFT's names, and the names of other matrices."""
+    """The modules that can be adapted, by PEFT's names, and PEFT's names of other matrices."""
     declaration, names = family(model).declare(model), family(model).PROJECTIONS
     modules: dict[str, _Module] = {}
     for number_, layer in enumerate(declaration["layers"]):

@@ -12,10 +12,11 @@ import regex
 from models.hf_fields import HfConfig, finite, flag, integer
 
 MATCHING_S = 5.0  # seconds that all matches of a configuration may take
-MOST_REPEATS = 100_000  # in an expression: `regex` expands repeats
+# The largest product of all repetition counts in an expression, because `regex` expands repeats.
+MOST_REPEATS = 100_000
 
-# Fields without effect on a trained adapter. fan_in_fan_out is only the layout of the base weights,
-# and PEFT itself corrects it.
+# Fields without effect on a trained adapter. fan_in_fan_out only describes the layout of the base
+# weights, and PEFT itself corrects wrong values.
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
     "inference_mode", "loftq_config", "lora_dropout", "megatron_config", "megatron_core",
@@ -26,7 +27,7 @@ _READ = {
     "layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
     "task_type", "use_rslora",
 }  # fmt: skip
-# Supported values of fields that support only a few.
+# The supported values of fields for which not all values are supported.
 _ONLY: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -38,7 +39,7 @@ _ONLY: dict[str, tuple] = {
 
 @dataclass(frozen=True)
 class Adapted:
-    """How a module is adapted."""
+    """Rank and scale of a module's adapter."""
 
     rank: int
     alpha: float
@@ -46,33 +47,33 @@ class Adapted:
 
     @property
     def scale(self) -> float:
-        """The factor of BA. Call it only after the rank has been checked against the tensors: the
-        file may have any integer."""
+        """The factor of BA. Requires a rank that has been checked against the tensors' shapes,
+        because the configuration may have any integer."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 class _Expressions:
-    """The regular expressions of a configuration. Some take exponential time to match, so all
-    matches together have MATCHING_S seconds."""
+    """The regular expressions of a configuration. All matches together may take MATCHING_S seconds,
+    because some expressions take exponential time to match."""
 
     def __init__(self):
         self._end_s = time.monotonic() + MATCHING_S
 
     def compiled(self, field: str, given: str, pattern: str) -> regex.Pattern:
-        """The compiled `pattern`, made from a field's text `given`."""
+        """The compiled `pattern`. given: the text in the configuration's `field`."""
         try:
-            re.compile(pattern)  # PEFT uses `re`, which has no timeout
+            re.compile(pattern)  # Only to validate, as PEFT does: `re` has no timeout.
             counts = (map(int, re.findall(r"\d+", each)) for each in re.findall(r"{[\d,]+}", given))
             if math.prod(max([1, *pair]) for pair in counts) > MOST_REPEATS:
                 raise re.error(f"it repeats too much: at most {MOST_REPEATS} times in all")
             return regex.compile(pattern)
-        except (re.error, regex.error, OverflowError) as error:  # the last: too many repeats
+        except (re.error, regex.error, OverflowError) as error:  # OverflowError: too many repeats
             raise ValueError(f"{field} {given!r} is no regular expression: {error}") from None
 
     def match(
         self, expression: regex.Pattern, name: str, whole: bool = False
     ) -> regex.Match | None:
-        """The match at the beginning of a module's name; with `whole`, of the whole name."""
+        """The match with the beginning of a module's name, or with the whole name if `whole`."""
         match = expression.fullmatch if whole else expression.match
         try:
             return match(name, timeout=max(1e-3, self._end_s - time.monotonic()))
@@ -84,8 +85,9 @@ class _Expressions:
 
 
 def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) -> dict[str, Adapted]:
-    """The modules that a configuration adapts, and how.
+    """The adapted modules of a configuration, with their ranks and scales, by PEFT's names.
 
+    hf: the fields of adapter_config.json.
     modules: PEFT's names of all modules that can be adapted.
     others: PEFT's names of the model's other matrices.
     Raises ValueError, naming the field, for settings that are not supported.
@@ -100,7 +102,7 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
 
     def of_modules[T](field: str, read: Callable[[HfConfig, str], T]) -> Callable[[str, T], T]:
         """A function (module's name, default) -> the module's value in `field`. The field maps
-        expressions for the ends of names to numbers; the first match counts."""
+        regular expressions for suffixes of names to numbers. The first matching one is used."""
         given = hf.get(field) or {}
         if not isinstance(given, dict):
             raise ValueError(f"{field} must map names to numbers, not {given!r:.60}")
@@ -131,7 +133,7 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
 def _targets(
     hf: HfConfig, modules: Collection[str], others: set[str], expressions: _Expressions
 ) -> list[str]:
-    """The modules of target_modules, without exclude_modules and without layers outside
+    """The modules of target_modules that are not in exclude_modules and that are in
     layers_to_transform."""
     field, target = "target_modules", hf.get("target_modules")
     allowed = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
@@ -148,7 +150,7 @@ def _targets(
         if wrong or not found:
             what = f"names {wrong[0]}, which is" if wrong else "is"
             raise ValueError(f"{field} {one!r} {what} no projection of a layer; allowed: {allowed}")
-        # A full name names one module of one layer: layers_to_transform does not apply.
+        # layers_to_transform does not apply to a full name, which already names the layer.
         targeted += [name for name in found if name == one or in_layers(name)]
     excluded = hf.get("exclude_modules") or []
     for one in [excluded] if isinstance(excluded, str) else _names("exclude_modules", excluded):
@@ -160,8 +162,11 @@ def _targets(
 
 
 def _layers(hf: HfConfig, expressions: _Expressions) -> Callable[[str], bool]:
-    """A predicate on full module names: whether the module is in one of layers_to_transform. Its
-    layer is the number after layers_pattern; without a pattern, the first number in the name."""
+    """A predicate on full module names: whether the module's layer is in layers_to_transform.
+
+    The layer is the number after a match of layers_pattern. Without a pattern it is the first
+    number in the name.
+    """
     layers, patterns = hf.get("layers_to_transform"), hf.get("layers_pattern")
     if isinstance(hf.get("target_modules"), str) and not layers is patterns is None:
         raise ValueError(
@@ -198,8 +203,11 @@ def _names(field: str, value: Any) -> list[str]:
 def _meaning(
     field: str, given: Any, one: str, expressions: _Expressions
 ) -> Callable[[str], bool]:  # fmt: skip
-    """A predicate: whether `one` names a module. `one` is the end of a name if `given`, the field's
-    value, is a list, and a regular expression for whole names if `given` is a string."""
+    """A predicate on full module names: whether `one` selects the module.
+
+    given: the field's value. If it is a list, `one` is a suffix of names. If it is a string, `one`
+        is a regular expression for whole names.
+    """
     if isinstance(given, str):
         whole = expressions.compiled(field, one, one)
         return lambda name: expressions.match(whole, name, whole=True) is not None

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def sizes(empty: bool = True, **arrays: tuple[Any, str]) -> dict[str, int]:
     """The sizes of axes, by letter.
 
-    arrays: by name, each with its axes, as in `q=(q, "S H D")`. An axis is a letter, a number, or
-        both, as in "2D" and "S+1". A letter has one size in all arrays.
+    arrays: name -> (array, its axes), as in `q=(q, "S H D")`. An axis is a letter, a number, or
+        both, as in "2D" and "S+1". A letter has the same size in all arrays.
     empty: whether a letter's size may be 0.
 
     Raises ValueError for an array that does not fit.
@@ -59,7 +59,7 @@ def check_schedule(schedule: Any, kind: type) -> None:
 
 
 def integers(**arrays) -> tuple[jax.Array, ...]:
-    """The arrays as JAX arrays of int32. Raises ValueError for arrays that are not of integers."""
+    """The arrays as int32 JAX arrays. Raises ValueError for a dtype that is not an integer type."""
     for name, x in arrays.items():
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} must be integers, not {x.dtype}")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import jax
 
-# The major compute capability of the GPUs that each kernel is written for.
+# For each kernel, the major compute capability of its GPUs.
 MADE_FOR = {"mosaic_gpu": 9, "mosaic_gpu_ampere": 8}
-PLAN_SCOPE = "attention_schedule"  # Names the operations of plans in compiled programs.
+PLAN_SCOPE = "attention_schedule"  # This scope marks the operations of plans in compiled programs.
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ _described_gpu: contextvars.ContextVar[GPU | None] = contextvars.ContextVar("gpu
 
 @contextlib.contextmanager
 def compiling_for(gpu: GPU) -> Iterator[None]:
-    """Functions traced in this context are compiled for `gpu`, which need not be present."""
+    """A context in which functions are compiled for `gpu`, which need not be present."""
     token = _described_gpu.set(gpu)
     try:
         yield
@@ -49,7 +49,7 @@ def current_gpu() -> GPU | None:
 @functools.cache
 def _first_gpu() -> GPU | None:
     device = jax.devices("gpu")[0]
-    version = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)  # AMD's differ: gfx90a
+    version = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)  # AMD: gfx90a
     return GPU((int(version[1]), int(version[2])), device.core_count) if version else None
 
 
@@ -62,9 +62,10 @@ def choose(
     """The implementation of `op` to run.
 
     implementations: all implementations of the op, by name.
-    implementation: the name of the one to run; without a GPU, kernels run in Pallas's interpreter.
-        None chooses 'mosaic_gpu' on a Hopper GPU if it can run the arguments, and otherwise 'xla';
-        on other GPUs a warning, logged once for each op, states the cost.
+    implementation: the name of the implementation to run. Without a GPU, kernels run in Pallas's
+        interpreter. None chooses 'mosaic_gpu' on a Hopper GPU if it can run the arguments, and
+        otherwise 'xla'. On a GPU other than Hopper, a warning is logged once
+        for each op.
     refusal: why 'mosaic_gpu' cannot run the arguments, or None if it can.
 
     Raises ValueError if the op has no implementation of that name, or if that implementation cannot

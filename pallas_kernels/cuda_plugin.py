@@ -5,7 +5,7 @@ import logging
 import os
 
 SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-# The files by which JAX itself detects a GPU, also in containers and under Windows.
+# JAX itself detects a GPU by these files, also in containers and under Windows.
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
@@ -14,7 +14,7 @@ def run_without_gpu() -> None:
 
     This must run before JAX looks for devices, so it runs when `pallas_kernels` is imported. The
     plugin queries the versions of CUDA's libraries. Without a GPU driver one of these libraries
-    crashes the process; where the libraries are missing, the plugin prints a traceback first.
+    crashes the process. If the libraries are missing, the plugin prints a traceback.
     """
     if importlib.util.find_spec("jax_cuda13_plugin") is None or SKIP_CHECK in os.environ:
         return

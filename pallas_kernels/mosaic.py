@@ -47,8 +47,8 @@ def kernel(
 ) -> Callable:  # fmt: skip
     """`plgpu.kernel` with this library's compiler parameters, interpreted where there is no GPU.
 
-    Operands, outputs and scratch memory may be pytrees. `body` gets the same trees of references,
-    scratch memory as keyword arguments.
+    Operands, outputs and scratch memory may be pytrees. `body` receives the same trees with
+    references as leaves; scratch memory is passed as keyword arguments.
     """
     params = plgpu.CompilerParams(approx_math=True)
     interpret = plgpu.InterpretGPUParams() if backend.current_gpu() is None else None
@@ -69,7 +69,7 @@ def kernel(
             body(*jax.tree.unflatten(tree, refs[: ends[0]]), *outs, **found)
 
         run.__name__ = name
-        # With 64 bits, Python numbers would not match the dtypes of the kernel's own numbers.
+        # With x64 enabled, Python numbers would not match the dtypes of the kernel's own numbers.
         with jax.enable_x64(False):
             results = plgpu.kernel(
                 run, out_type=tuple(out_types), scratch_types=scratch_types, compiler_params=params,
@@ -83,7 +83,7 @@ def kernel(
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[Callable[[], bool]]:
-    """Kernels traced inside run in the GPU interpreter, with its race detector.
+    """A context in which kernels run in the GPU interpreter, with its race detector.
 
     Yields a function that returns whether any kernel that ran had a race.
     """
@@ -103,7 +103,7 @@ def interpreting() -> Iterator[Callable[[], bool]]:
             yield lambda: any(state.races_found for state in of_kernels)
         finally:
             _interpreting.reset(token)
-            # The state that a failed kernel leaves behind would make all later kernels fail.
+            # After a failed kernel the remaining state would make all later kernels fail.
             gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
@@ -113,17 +113,17 @@ def interpreted() -> bool:
 
 
 def tiled(columns: int, rows: int = 8) -> tuple:
-    """Shared memory as tiles of `rows` rows and `columns` columns, one tile after the other."""
+    """Shared memory in consecutive tiles of `rows` rows and `columns` columns."""
     return (plgpu.TilingTransform((rows, columns)),)
 
 
 def swizzled(columns: int, rows: int = 8, itemsize: int = 2) -> tuple:
-    """`tiled`, without bank conflicts if a row is 64 or 128 bytes."""
+    """`tiled` and swizzled, without bank conflicts if a row is 64 or 128 bytes."""
     return (*tiled(columns, rows), plgpu.SwizzleTransform(itemsize * columns))
 
 
 def whole_product(shape, a, b):
-    """a·b in float32, once the product has ended."""
+    """a·b in float32, returned when the product has ended."""
 
     def run(acc):
         plgpu.wgmma(acc, a, b)
@@ -133,9 +133,9 @@ def whole_product(shape, a, b):
 
 
 def product_of_registers(shape, a, b):
-    """a·b in float32, once the product has ended, where `a` is in registers.
+    """a·b in float32, returned when the product has ended. `a` is in registers.
 
-    The interpreter has only products of shared memory.
+    The interpreter's wgmma only multiplies from shared memory, so `jnp.dot` replaces it there.
     """
     if interpreted():
         return jnp.dot(a, plgpu.load(b), preferred_element_type=jnp.float32)
@@ -145,7 +145,7 @@ def product_of_registers(shape, a, b):
 def multiply_add(value, a, b, meanwhile: Callable):
     """(value + a·b, meanwhile()), where `meanwhile` runs during the product.
 
-    The interpreter cannot begin a product with a value, so there the sum is taken afterwards.
+    The interpreter cannot initialise an accumulator, so there `value` is added after the product.
     """
 
     def run(acc_ref):
@@ -160,13 +160,14 @@ def multiply_add(value, a, b, meanwhile: Callable):
 
 
 def product_but(newer: int, acc_ref):
-    """The value of a product's accumulator, once at most the latest `newer` products still run."""
+    """The value of a product's accumulator, after a wait until at most the latest `newer` products
+    run."""
     return wgmma_accumulator_load(acc_ref, wait_n=newer)
 
 
 def reduction_scratch(columns: int, warpgroups: int):
     """Scratch memory of `reduced_rows` over `columns` columns, for each of several warpgroups."""
-    # For each column, each of four warps stores a number for each of eight lanes.
+    # For each column, each of the four warps stores eight numbers, one per lane.
     return plgpu.SMEM((warpgroups, 4 * 8 * columns), jnp.float32)
 
 
@@ -174,8 +175,8 @@ def reduced_rows(kind: str, x, scratch_ref):
     """The sum ('add') or maximum ('max') [C] of the rows of x [R, C] float32, in the layout WGMMA.
 
     Rows are spread over warps, which exchange their results through shared memory. Mosaic's own
-    reductions use one place there for all warpgroups of a thread block. If several warpgroups
-    compute, each therefore needs a `scratch_ref` of its own.
+    reductions use one scratch for all warpgroups of a thread block. Here each warpgroup passes a
+    `scratch_ref` of its own, so that several warpgroups can reduce at the same time.
     """
     if interpreted():
         return x.sum(axis=0) if kind == "add" else x.max(axis=0)
@@ -190,9 +191,11 @@ def reduced_rows(kind: str, x, scratch_ref):
 
 
 def in_runs(first, count, most: int, copy: Callable) -> None:
-    """Call copy(row, run) for rows `first` to `first + count - 1`, in runs of powers of two: the
-    length of a TMA is static. count: at most `most` and 127. The TMA's source in shared memory must
-    not be tiled."""
+    """Call copy(row, run) for rows `first` to `first + count - 1`. The lengths `run` are powers of
+    two, because the length of a TMA is static. The TMA's source in shared memory must not be tiled.
+
+    count: at most `most`, and at most 127.
+    """
     row = first
     for run in (64, 32, 16, 8, 4, 2, 1):
         if run <= most:
@@ -201,12 +204,12 @@ def in_runs(first, count, most: int, copy: Callable) -> None:
             row += part
 
 
-# The next three functions serve GPUs before Hopper. The interpreter has neither cp.async nor mma. A
-# copy ends at once in it, so it cannot show whether a kernel waits for its copies.
+# The next three functions are for GPUs before Hopper. The interpreter has neither cp.async nor mma.
+# In the interpreter a copy ends at once, so it cannot show whether a kernel waits for its copies.
 
 
 def copy_async(source, destination) -> None:
-    """Begin to copy global to shared memory. `wait_copies` waits for the end."""
+    """Begin a copy from global to shared memory. `wait_copies` waits until it has ended."""
     if interpreted():
         destination[...] = source[...]
     else:
@@ -254,14 +257,14 @@ def loop_constants(eqn) -> int:
 
 
 def products_left(eqn) -> int | None:
-    """The most products under way after an equation that waits for older ones; None for an equation
-    that does not wait."""
+    """The most products still running after an equation that waits for older products; None for an
+    equation that does not wait."""
     name = eqn.primitive.name.removesuffix("_p")  # as JAX 0.11 calls it
     return eqn.params.get({"wgmma_accumulator_deref": "wait_n", "wgmma_wait": "n"}.get(name, ""))
 
 
 def reduces_rows(eqn) -> bool:
-    """Whether an equation is a `reduced_rows`. Its operands are an array and scratch memory."""
+    """Whether an equation is a `reduced_rows`, with an array and scratch memory as operands."""
     return eqn.primitive.name.removesuffix("_p") == "inline_mgpu"
 
 
@@ -275,8 +278,8 @@ def is_shared_memory(aval) -> bool:
 
 
 def viewed(eqn, operand: int):
-    """The shape and dtype of the part of its reference number `operand` that a copy or a product
-    accesses. A value in registers is accessed whole."""
+    """The shape and dtype of the part that a copy or a product accesses of its operand number
+    `operand`. A value in registers is accessed whole."""
     params, aval = eqn.params, eqn.invars[operand].aval
     names = {
         "copy_gmem_to_smem": ("src_transforms_treedef", "dst_transforms_treedef"),

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 ALIGNMENT = 8  # The rows of a swizzled tile. A TMA starts at a multiple of 8 rows.
-# The most (row, place) pairs that a plan compares in one launch, because a CPU keeps all pairs in
-# memory. With more pairs the plan takes a binary search.
+# The most (row, place) pairs that a plan compares in one launch. On a CPU all pairs are in memory.
+# With more pairs the plan uses a binary search.
 MOST_COMPARED = 2**24
 
 
@@ -28,8 +28,12 @@ class Tiles(NamedTuple):
 
 
 def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
-    """Tiles of `rows` rows for runs of rows begin to end - 1 [S]. All tiles lie inside an array of
-    T rows. T: a multiple of `ALIGNMENT`. most_runs: the most runs that are not empty."""
+    """Tiles of `rows` rows that cover runs of rows. All tiles lie inside an array of T rows.
+
+    begin, end: [S]; run s has rows begin[s] to end[s] - 1.
+    T: a multiple of `ALIGNMENT`.
+    most_runs: the largest number of runs that are not empty.
+    """
     aligned = begin // ALIGNMENT * ALIGNMENT
     counts = jnp.where(end > begin, (end - aligned + rows - 1) // rows, 0)
     ends = jnp.cumsum(counts)
@@ -43,7 +47,10 @@ def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
 
 
 def row_at(ends, places):
-    """For each of `places`, the first row that ends after it. ends: the rows' ends, ascending."""
+    """For each of `places`, the first row that ends after the place.
+
+    ends: the end of each row, ascending.
+    """
     few = len(ends) * len(places) <= MOST_COMPARED
     method = "compare_all" if few else "scan_unrolled"
     return jnp.searchsorted(ends, places, side="right", method=method)

@@ -1,8 +1,8 @@
 """The pipeline of a thread block: a producer fills slots of shared memory ahead of its consumers.
 
-One warpgroup copies, the others compute. Both count fillings, so that they agree on slots without
-communication. The producer waits until all consumers have handed a slot back; a consumer waits
-until all copies into the slot have ended.
+One warpgroup copies, and the others compute. All warpgroups number the fillings in the same order,
+so they agree on slots without communication. Before the producer fills a slot again, it waits until
+all consumers have handed the slot back. A consumer waits until all copies into the slot have ended.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Ring:
     read: one barrier per slot, at which each consumer arrives after it has read the slot.
     slots: the number of slots.
     begin: the number of the first filling.
-    offset: the first slot, where several rings share an array.
+    offset: the index of the ring's first slot in an array that several rings share.
     """
 
     filled: Any
@@ -37,7 +37,8 @@ class Ring:
     def scratch(cls, slots: int, copies: int = 1, consumers: int = 1, lanes: int = 1) -> "Ring":
         """The barriers of one ring per lane, as scratch memory.
 
-        copies: into one slot. consumers: warpgroups that read a slot.
+        copies: the number of copies that fill one slot.
+        consumers: the number of warpgroups that read a slot.
         """
         filled = plgpu.Barrier(num_arrivals=copies, num_barriers=lanes * slots)
         return cls(filled, plgpu.Barrier(num_arrivals=consumers, num_barriers=lanes * slots), slots)

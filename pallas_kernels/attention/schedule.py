@@ -1,9 +1,9 @@
-"""Which thread block of an attention kernel reads which keys: planned once a step, for all layers.
+"""Schedules assign the keys of an attention kernel to thread blocks, once a step for all layers.
 
-Thread blocks that a GPU runs at the same time should end at the same time. The work of a step is a
-list of all tiles of all sequences and heads. It is cut into equal parts, even inside a sequence (as
-stream-K does with matrix products, and FlashInfer's plan with attention). A plan depends on lengths
-alone, so one plan serves all layers; each layer reads page ids from the tables.
+Thread blocks that a GPU runs at the same time should end at the same time. So the sequence of all
+tiles of all sequences and heads is cut into equal parts, one per thread block. A cut may lie inside
+a sequence, as in stream-K for matrix products and in FlashInfer's plan for attention. A schedule
+depends only on lengths, so all layers share it. Each layer reads page ids from the block tables.
 """
 
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend, ragged
 
-BLOCKS_PER_MULTIPROCESSOR = 2  # The shared memory of decode kernels allows two.
+BLOCKS_PER_MULTIPROCESSOR = 2  # as many as fit the shared memory of decode kernels
 INTERPRETED_MULTIPROCESSORS = 2
 MIN_TILES = 4  # The fewest key tiles of a part: with fewer, the merge costs more than it saves.
-# Fractions of a part.
-IMBALANCE = 0.05  # The most that a thread block gets beyond its part so that rows stay whole.
+# As fractions of a part:
+IMBALANCE = 0.05  # The most by which a thread block's work may exceed a part to keep rows whole.
 SHORT = 0.1  # Rows up to this length are never cut.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeSchedule:
-    """The items of decode. An item is a run of tiles of one row; a row is a sequence's KV head.
+    """The items of decode. An item is a range of tiles of one row. A row is a sequence's KV head.
 
     items: [I, 4 + levels] int32, ordered by row and then by tile. The columns are
         the row, s * K + h;
         the first tile;
         the tile after the last one, equal to the first tile for a row without tokens;
         the place of the item's partial result, or -1 if the item is a whole row;
-        the row's tokens of each precision. Tiles are numbered through, one precision after another.
+        the row's tokens in each precision. Tile numbers continue from one precision to the next.
         Unused items belong to no thread block.
     block_items: [B + 1] int32. Thread block b runs items block_items[b] to block_items[b + 1] - 1.
     merges: [B, 3] int32, the rows that are cut into several items; unused entries are -1. The
@@ -62,8 +62,11 @@ def decode_schedule(
 
 @jax.named_scope(backend.PLAN_SCOPE)
 def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) -> DecodeSchedule:
-    """Items for rows of several precisions. counts: tokens [S, K] of each precision. tiles: the
-    tokens of a tile of each precision."""
+    """Items for rows of several precisions.
+
+    counts: [S, K] tokens, one array per precision.
+    tiles: the tokens of a tile, one number per precision.
+    """
     counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
     of_each = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
     work = sum(of_each[1:], of_each[0])
@@ -71,8 +74,11 @@ def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) ->
 
 
 def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) -> DecodeSchedule:
-    """Items for rows that each have `tiles` tiles from `first_tile` on, [rows] both. counts: tokens
-    [rows] of each precision."""
+    """Items for rows that each have `tiles` tiles from `first_tile` on.
+
+    first_tile, tiles: [rows].
+    counts: [rows] tokens, one array per precision.
+    """
     blocks = blocks or multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
     work = jnp.maximum(tiles, int(empty_rows))
     ends = jnp.cumsum(work)
@@ -102,10 +108,11 @@ def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) ->
 
 
 def _bounds(starts, ends, blocks: int):
-    """The tile, counted over all rows, at which each thread block begins, and the total: [B + 1].
+    """The first tile of each thread block, numbered over all rows, and the total: [B + 1].
 
-    A row that is cut costs a partial result and a merge, so cuts move to the ends of rows: all cuts
-    if each thread block stays within `IMBALANCE`, and otherwise the cuts in rows up to `SHORT`.
+    A cut inside a row costs a partial result and a merge, so cuts move to the ends of rows. All
+    cuts move if each thread block then stays within `IMBALANCE`. Otherwise only cuts inside rows up
+    to `SHORT` move.
     """
     total = ends[-1]
     b = jnp.arange(blocks + 1)
@@ -132,14 +139,14 @@ class PrefillSchedule:
         lo and hi: rows lo to hi - 1 of the tile belong to the sequence;
         the position in the sequence of the tile's first row;
         the tokens of the sequence;
-        the first entry of the list of key tiles, and the entry after the last one;
+        the item's first entry in the list of key tiles, and the entry after its last one;
         the place of the item's partial result, or -1 if the item reads all keys of its rows.
-        Items are ordered by KV head, so that its keys stay in the L2 cache; within a head, items
-        with the most tiles come first. Unused items have no rows.
+        Items are ordered by KV head, so that a head's keys stay in the L2 cache. Within a head,
+        items are ordered by their number of tiles, the largest first. Unused items have no rows.
     merges: [C, 3] int32, the tiles of rows that are split into several items; unused entries are
         -1. The columns are one of the items, the place of the first partial result, and the place
         after the last one. There are 2 * C places.
-    key_tiles: [E] int32, the key tile of each entry of the list; None means that entry e is tile e.
+    key_tiles: [E] int32, the list of key tiles; None means that entry e is tile e.
     """
 
     items: jax.Array
@@ -154,10 +161,12 @@ def prefill_schedule(
 ) -> PrefillSchedule:  # fmt: skip
     """Items that cover rows [0, T) for any query_starts [S + 1] and lengths [S].
 
-    T: a multiple of `ragged.ALIGNMENT`. rows: rows of an item. tile: keys of a tile.
+    T: the number of rows, a multiple of `ragged.ALIGNMENT`.
+    rows: rows of an item.
+    tile: keys of a tile.
     blocks: thread blocks; None means as many as this GPU runs at the same time.
 
-    Padding rows count as one more sequence without keys.
+    Padding rows are treated as one more sequence without keys.
     """
     fields, first, end = tiles_of_rows(query_starts, lengths, T, rows, tile, sliding_window)
     fields, first, end = jax.tree.map(lambda x: jnp.tile(x, K), (fields, first, end))
@@ -169,8 +178,8 @@ def tiles_of_rows(
 ):
     """The tiles of rows of one head, as `prefill_schedule` describes them.
 
-    Returns the `fields` of `split_items`, the first key tile, and the key tile after the last one,
-    [n] each.
+    Returns the `fields` of `split_items`, and for each tile of rows the first key tile and the key
+    tile after the last one, [n] each.
     """
     query_starts, lengths = (jnp.asarray(x, jnp.int32) for x in (query_starts, lengths))
     S = lengths.shape[0]
@@ -188,10 +197,14 @@ def tiles_of_rows(
 def split_items(
     fields, head, first, end, blocks: int | None = None, key_tiles=None
 ) -> PrefillSchedule:
-    """A schedule of tiles of rows, each of which reads entries `first` to `end` - 1 [n] of the list
-    of key tiles. A tile with at least twice a thread block's share of the entries is split.
+    """A schedule of tiles of rows. A tile with at least twice a thread block's share of all entries
+    is split into several items.
 
-    fields: sequence, base, lo, hi, position and length [n] as in `PrefillSchedule`; head: [n].
+    fields: sequence, first row, lo, hi, position and length, [n] each, as in `PrefillSchedule`.
+    head: [n], the KV head of each tile of rows.
+    first, end: [n]; a tile of rows reads entries `first` to `end` - 1 of the list of key tiles.
+    blocks: thread blocks; None means as many as this GPU runs at the same time.
+    key_tiles: the list, as in `PrefillSchedule`.
     """
     blocks = blocks or multiprocessors()
     work = end - first
@@ -224,7 +237,7 @@ def split_items(
 
 
 def first_token(lengths, sliding_window: int | None):
-    """The first of a sequence's `lengths` tokens that its query attends to."""
+    """The first token that the query of a sequence of `lengths` tokens attends to."""
     return jnp.maximum(lengths - (lengths if sliding_window is None else sliding_window), 0)
 
 

@@ -2,9 +2,9 @@
 
 A thread block runs its items of the schedule (schedule.py) one after the other. An item has one KV
 head and all of its query heads, and its tokens are read in tiles. Query heads are the columns of
-both products, S = k·qᵀ and O = vᵀ·p: N = 8 or 16 columns suffice, while a product has at least 64
-rows. If a row has several items, each writes a partial result, and a second kernel merges them by
-their log-sum-exp.
+both products, S = k·qᵀ and O = vᵀ·p, because a product may have N = 8 or 16 columns but has at
+least 64 rows. If a row has several items, each item writes a partial result. A second kernel merges
+the partial results by their log-sum-exp.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from pallas_kernels.attention.schedule import DecodeSchedule, first_token
 from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant
 from pallas_kernels.mosaic import kernel, pl, plgpu, store
 
-TILE_BYTES = 16 * 1024  # Of a tile's keys: enough tokens to amortise the waits for a tile.
-MOST_GROUP = 16  # The most query heads of a KV head.
+TILE_BYTES = 16 * 1024  # Bytes of a tile's keys: enough tokens to amortise the waits for a tile.
+MOST_GROUP = 16  # The most query heads per KV head.
 SUMMED = 64  # Partial sums, each over every 64th token: products have at least 64 rows.
 _COLUMNS = LAYOUT.reduce(0)
 
@@ -47,9 +47,9 @@ class Inputs(NamedTuple):
     """The inputs of a decode kernel.
 
     q: [R, G, D] queries.
-    pools: of keys and of values.
+    pools: the pools of keys and of values.
     tables: [R, M] page ids.
-    items, block_items: of the schedule.
+    items, block_items: the fields of `DecodeSchedule`.
     offset: [1] or [K], added to page ids.
     """
 
@@ -66,7 +66,7 @@ class Outputs(NamedTuple):
 
     out, lse: attention [R, G, D] and log-sum-exp [R, N] of whole rows.
     partials, lses: partial results [2 * B, D, N] and their log-sum-exp [2 * B, N].
-    scores: a list of arrays, with the shapes that `launch` gets as `scores`.
+    scores: a list of arrays, in the shapes of the argument `scores` of `launch`.
     """
 
     out: Any
@@ -84,10 +84,10 @@ def launch(
     """Run a decode kernel over a schedule, then the merge of rows that have several items.
 
     body: the kernel, called as `body(Inputs, Outputs, **scratch)`.
-    write: copies a row's attention to the output, as `write_row` does, through shared memory of the
-        type `row_s`.
+    write: a function that copies a row's attention to the output, such as `write_row`.
+    row_s: the type of the shared memory through which `write` copies.
     scores: the shapes of the kernel's additional float32 results.
-    lanes: parts of a thread block, each of which runs the items of one of the schedule's blocks.
+    lanes: parts of a thread block. Each lane runs the items of one thread block of the schedule.
 
     Returns the output [S, H, D], the log-sum-exp [S, H], and a list of `scores`.
     """
@@ -139,7 +139,7 @@ def of_tokens(scores_RxtxN, tables, lengths_SxK, H: int, P: int, sliding_window)
 
 
 def scores_shape(tables, P: int, tile: int, N: int) -> tuple[int, int, int]:
-    """The shape [R, t, N] of a kernel's scores: t is a table's M * P tokens, in whole tiles."""
+    """The shape [R, t, N] of a kernel's scores. t is M * P, rounded up to whole tiles."""
     S, K, M = tables.shape
     return S * K, pl.cdiv(M * P, tile) * tile, N
 
@@ -150,8 +150,11 @@ def scores_shape(tables, P: int, tile: int, N: int) -> tuple[int, int, int]:
 def merged(partials_ref, lses_ref, begin, end, shape, axis: int):
     """Merge the partial results `begin` to `end` - 1 by their log-sum-exp.
 
-    Returns their weighted sum, of `shape`, and, along its axis `axis`, the largest log-sum-exp and
-    the sum of the weights.
+    shape: the shape of a partial result.
+    axis: the axis of the partial result along which each element has its own log-sum-exp.
+
+    Returns the weighted sum of the partial results, the largest log-sum-exp, and the sum of the
+    weights.
     """
     of_axis = LAYOUT.reduce(1 - axis)
 
@@ -173,7 +176,7 @@ def merged(partials_ref, lses_ref, begin, end, shape, axis: int):
 
 def queries_of(item, queries: Ring, queries_s, q_s):
     """Wait for an item's queries, and store them to q_s [N, D] for its products. Returns [D, N]."""
-    # Only registers lead from plain rows to swizzled rows.
+    # The only way from plain rows to swizzled rows leads through registers.
     rows_s = queries_s.at[queries.wait(item)].transpose((1, 0))
     found = plgpu.load(rows_s, layout=LAYOUT, optimized=False)
     q_s.transpose((1, 0))[...] = found
@@ -183,7 +186,7 @@ def queries_of(item, queries: Ring, queries_s, q_s):
 
 
 def end_item(state, row, place, write: Callable, out_s, outs: Outputs) -> None:
-    """Store an item's attention: with `write` if the item is a whole row, else as a partial result.
+    """Store an item's attention, with `write` if the item is a whole row, else as a partial result.
 
     state: the output [D, N], maximum [N] and sum [N] after the last token.
     """
@@ -245,13 +248,13 @@ def softmax_step(scores_TxN, top_N, total_UxN, attended_TxN):
 
 
 def softmax_end(acc_DxN, top_N, total_N):
-    """Attention [D, N], and the log-sum-exp of its scores [N]: 0 and -inf without any token."""
+    """Attention [D, N] and the log-sum-exp of the scores [N]. Without any token: 0 and -inf."""
     attention = acc_DxN / columns(jnp.maximum(total_N, 1e-30), acc_DxN.shape)
     return attention, top_N / LOG2_E + jnp.log(total_N)
 
 
 def attended(tile_index, shape, first, length):
-    """Which rows of an array over the tokens of a tile are tokens from `first` to `length` - 1."""
+    """Mask of `shape`, whose rows are a tile's tokens: true for tokens `first` to `length` - 1."""
     return tiles.held(tiles.index_of(0, shape, tile_index * shape[0]), first, length)
 
 

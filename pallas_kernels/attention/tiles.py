@@ -1,7 +1,7 @@
 """The shared parts of all attention kernels over pages: page ids of a tile, and masks of tokens.
 
-All functions except `refusal` run inside kernels. There the products of wgmma and of mma.sync have
-the layout WGMMA.
+All functions except `refusal` run inside kernels. Results of wgmma and of mma.sync have the layout
+WGMMA there.
 """
 
 import math
@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.mosaic import plgpu
 
 LAYOUT = plgpu.Layout.WGMMA
-NEG_INF = -1e30  # Finite, so that a row that has seen nothing does not subtract infinities.
+NEG_INF = -1e30  # Finite, because a row without attended tokens would subtract two infinities.
 LOG2_E = math.log2(math.e)
 
 
@@ -35,29 +35,32 @@ def page_ids(
     table_ref, head, start, tokens: int, first, length, P: int, offset_ref,
     column: int = 0, step: int = 1,
 ) -> list:  # fmt: skip
-    """The ids of the pages that hold the `tokens` tokens from `start` on, or part of one page.
+    """The ids of the pages of the `tokens` tokens from `start` on, which may be part of one page.
 
-    table_ref: [M], a row of the table. head: its KV head. offset_ref: [1] or [K]. Entries without a
-    token from `first` to `length` - 1 are not read: the nearest page that is read replaces them,
-    and its tokens are masked.
-    column: the table's entry for the first page. step: 1 or -1, from one entry to the next.
+    table_ref: [M], a row of the block table.
+    head: the row's KV head.
+    first, length: tokens `first` to `length` - 1 are attended to. For a page without such a token
+        the id of the nearest page with one is returned; the caller masks its tokens.
+    offset_ref: [1] or [K], added to page ids.
+    column: the table's entry for the first page.
+    step: 1 or -1, from one entry to the next.
     """
     offset = offset_ref[head if offset_ref.shape[0] > 1 else 0]
     entry, least, most = (lax.div(x, P) for x in (start, first, length - 1))
     entries = [jnp.clip(entry + i, least, most) for i in range(max(1, tokens // P))]
     if (column, step) != (0, 1):
         entries = [column + entry if step > 0 else column - entry for entry in entries]
-    # All entries are read before the first copy, or each read would wait for a copy.
+    # All entries are read before the first copy, because a read after a copy would wait for it.
     return [table_ref[entry] + offset for entry in entries]
 
 
 def index_of(axis: int, shape, start):
-    """An array of `shape` that counts from `start` along an axis."""
+    """An array of `shape` with the values `start`, `start` + 1, ... along an axis."""
     return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
 
 
 def held(token, first, length):
-    """Whether tokens are attended to: those from `first` to `length` - 1."""
+    """Whether each token is attended to, i.e. is one of `first` to `length` - 1."""
     return (token >= first) & (token < length)
 
 

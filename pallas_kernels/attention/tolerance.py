@@ -1,12 +1,13 @@
-"""The error that a result of attention may have: the cost of 16 bits in any implementation.
+"""The tolerance of attention results: the rounding errors of 16 bits in any implementation.
 
-With unit roundoff u, a kernel may round each probability before it multiplies values, u · Σ p |v|,
-and must round its output, u · |out|. With a soft cap the GPU's tanh has a relative error of 2^-11.
-Each logit is then off by up to d = cap · 2^-11 (0.024 at 50), each probability by a factor between
-exp(-2 d) and exp(2 d), and the output by (exp(2 d) - 1) · (Σ p |v| + |out|).
+With unit roundoff u, a kernel may round each probability before the product with the values, an
+error of u · Σ p |v|. It must round its output, an error of u · |out|. With a soft cap the GPU's
+tanh has a relative error of 2^-11. Then each logit has an error of up to d = cap · 2^-11 (0.024 for
+a cap of 50), each probability is off by a factor between exp(-2 d) and exp(2 d), and the output has
+an error of up to (exp(2 d) - 1) · (Σ p |v| + |out|).
 
 For quantised values a kernel rounds p · scale, and multiplies it by codes relative to the middle of
-the token's values. Scale times such a code is at most the token's largest |v|, so the bound uses
+the token's range. Scale times such a code is at most the token's largest |v|, so the bound uses
 the largest |v| for all elements of a token.
 """
 
@@ -23,8 +24,8 @@ from pallas_kernels.specs import Arrays, Errors, reference
 
 SUMS = 1e-4  # the error that float32 sums and exp2 may add
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-_TANH_ERROR = 2.0**-11  # relative, of the GPU's MUFU.TANH
-_REFERENCE_BYTES = 4 * 10**9  # the most for the float32 keys of all checked rows
+_TANH_ERROR = 2.0**-11  # relative error of the GPU's MUFU.TANH
+_REFERENCE_BYTES = 4 * 10**9  # the most bytes of float32 keys of all checked rows
 
 
 def rounding(dtype) -> float:
@@ -49,7 +50,7 @@ def errors_of(found, expected, bound) -> Errors:
 def expected(
     op: Callable, options: Mapping[str, Any], arguments: Arrays
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The float32 result of an attention op's reference, and the error that a kernel may have."""
+    """The float32 result of an attention op's reference, and a kernel's largest allowed error."""
     quantised = isinstance(arguments["k_pages_NxPxD"], QuantizedPages)
     queries = next(iter(arguments.values()))
     arguments = wide(
@@ -68,8 +69,8 @@ def expected(
 
 
 def as_decode(arguments: Arrays) -> tuple[np.ndarray, dict[str, Any]]:
-    """Some rows of a prefill, as many as the reference's memory allows, and decode arguments in
-    which each of these rows is a query whose length ends at the row's own position."""
+    """Some rows of a prefill, as many as the reference's memory allows, and decode arguments with
+    one query per row. A query's length ends at its row's own position."""
     starts, lengths = (np.asarray(arguments[name]) for name in ("query_starts", "lengths_S"))
     tables, pools = arguments["tables_SxKxM"], arguments["k_pages_NxPxD"]
     _, K, M = tables.shape

@@ -1,4 +1,4 @@
-"""Block-sparse attention (LServe §3.1): which pages of keys a page of queries attends to."""
+"""Block-sparse attention (LServe §3.1): each page of queries attends to some pages of keys."""
 
 from pallas_kernels.block_sparse_attention.api import block_sparse_prefill_attention
 from pallas_kernels.block_sparse_attention.hybrid import (

@@ -1,12 +1,13 @@
 """Prefill of a layer with dense and streaming KV heads (LServe §3.1, Fig. 4).
 
-Dense and streaming heads need different amounts of work. On a GPU both are items of one schedule,
-so that one launch runs them and thread blocks end together. An item is a tile of queries for one KV
-head. It reads one row of the table: its sequence's pages if the head is dense, or the list of its
-page of queries if the head streams. The number of dense heads only selects the schedule.
+Dense and streaming heads need different amounts of work. On a GPU one schedule has the items of
+both kinds, so that one launch runs all heads and thread blocks end together. An item is a tile of
+queries for one KV head. It reads one row of the block table. For a dense head the row has the pages
+of the item's sequence. For a streaming head the row is the list of the item's page of queries. The
+number of dense heads only selects the schedule.
 
-Floor: 4 * D FLOPs for each query, query head, and key that the query sees in that head; or q, the
-output, and the keys and values that any query sees, moved once.
+Floor: the larger of two times. Compute: 4 * D FLOPs for each visible pair of query and key in each
+query head. Memory: q, the output, and the keys and values that any query sees are moved once.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,8 @@ def plan_hybrid_prefill(
     query_starts, lengths, lists, dense_counts, implementation: as in `hybrid_prefill_attention`.
     num_tokens, num_heads, num_kv_heads: T, H and K.
 
-    Returns the schedules for all `dense_counts`, stacked along a first axis, or None if the
-    implementation needs none.
+    Returns the schedules for all `dense_counts`, stacked along a first axis, or None where the
+    implementation works without a schedule.
     """
     if not backend.runs_kernels(implementation):
         return None
@@ -59,9 +60,9 @@ def _schedules(query_starts, lengths, lists: BlockLists, T: int, H: int, K: int,
         return [*fields, first, end]
 
     dense, listed = tiles(query_starts, lengths), tiles(lists.starts, lists.lengths)
-    listed[0] += len(lengths)  # In the table, rows of lists follow rows of sequences.
+    listed[0] += len(lengths)  # The table's rows are first the sequences, then the lists.
     n = max(len(dense[0]), len(listed[0]))
-    # The tiles that pad the shorter kind have no rows.
+    # Padding tiles, which make both kinds equally long, have no rows.
     kinds = [
         jnp.stack([jnp.pad(x, (0, n - len(x))) for x in pair])
         for pair in zip(dense, listed, strict=True)
@@ -94,18 +95,18 @@ def hybrid_prefill_attention(
     schedules: PrefillSchedule | None = None,
     implementation: str | None = None,
 ):
-    """Causal attention of ragged chunks in which KV heads 0 to num_dense - 1 read all pages before
-    a query, and the other heads only the pages of the query's list (LServe §3.1).
+    """Causal attention of ragged chunks with dense and streaming KV heads (LServe §3.1). Heads 0 to
+    num_dense - 1 read all pages up to a query; other heads read only the pages of the query's list.
 
     q:        [T, H, D] queries; head h reads with KV head h // G.
     k_pages, v_pages [N, P, D], query_starts [S + 1], lengths [S], scale, soft_cap: as in
               `paged_prefill_attention`.
     tables:   [S, M] int32 page ids in token order, the same for all heads.
     pages:    [I, B] int32, the page ids of `lists.blocks`, the same for all heads.
-    lists:    the lists of the queries' chunks, for pages of P tokens.
+    lists:    the lists of the chunks' tiles of queries, for pages of P tokens.
     num_dense: int32, one of `dense_counts`. It may be traced, because it differs between layers.
     page_offset: [K] int32 added to the page ids of each head, so that heads have their own pages.
-    dense_counts: all numbers of dense heads that layers have, ascending.
+    dense_counts: the distinct numbers of dense heads in the model's layers, ascending.
     schedules: `plan_hybrid_prefill` of these chunks; None makes them for this call.
 
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if

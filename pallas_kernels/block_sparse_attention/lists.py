@@ -1,8 +1,8 @@
 """Index tables: the pages of keys that each page of queries attends to (LServe §3.4, §3.6).
 
-A tile of queries is the part of a chunk that lies in one page. Its list has one entry for each page
-of keys that the tile attends to; all other pages are skipped. The last entry is the tile's own page
-and needs the causal mask; every query sees all tokens of the other entries. So dense attention runs
+A tile of queries is the part of a chunk in one page. Its list has one entry for each page of keys
+that the tile attends to; all other pages are skipped. The last entry is the tile's own page, which
+needs the causal mask. In all other entries every query sees all tokens. So dense attention can run
 a tile as a chunk, with the list as a shorter block table. `BlockLists` depend on positions alone,
 so all layers of a step share them.
 """
@@ -24,7 +24,8 @@ class BlockLists:
     rows: [I] int32, the sequence of each tile.
     blocks: [I, B] int32, the pages of keys that the tile attends to, as logical page numbers in
         ascending order. Entries beyond the list may be anything.
-    lengths: [I] int32, the tokens of the list up to the tile's last query; 0 for an empty tile.
+    lengths: [I] int32, the number of tokens in the list's pages up to the tile's last query; 0 for
+        an empty tile.
     """
 
     starts: jax.Array
@@ -36,12 +37,13 @@ class BlockLists:
 def streaming_blocks(query_blocks, sink: int, local: int):
     """The list of a streaming head (§3.1, Fig. 4c): sink pages, then the last pages.
 
-    query_blocks: [...] int32, pages of queries. sink: how many first pages are kept. local: how
-    many pages are kept before the query's own.
+    query_blocks: [...] int32, pages of queries.
+    sink: the number of kept pages at the beginning of the sequence.
+    local: the number of kept pages directly before the query's own page.
 
     Returns the list [..., sink + local + 1] int32 and its length [...]; entries beyond the length
-    may be anything. A page is kept if `page < sink or page >= query_block - local`. This does not
-    depend on how a prompt is cut into chunks.
+    may be anything. A page is kept if `page < sink or page >= query_block - local`, so the list
+    does not depend on a prompt's chunks.
     """
     skipped = jnp.maximum(query_blocks - local - sink, 0)
     entry = jnp.arange(sink + local + 1, dtype=jnp.int32)
@@ -50,10 +52,12 @@ def streaming_blocks(query_blocks, sink: int, local: int):
 
 
 def first_in_list(positions, page_size: int, sink: int, local: int, window: int):
-    """The index [...] int32, in the list of a streaming head, of the first token within a sliding
-    window of queries at `positions` [...].
+    """The first token of a streaming head's list that lies in the sliding window of a query, as an
+    index [...] int32 into the list's tokens.
 
-    window: tokens. sink, local: pages, as in `streaming_blocks`.
+    positions: [...] int32, the queries' positions.
+    sink, local: pages, as in `streaming_blocks`.
+    window: tokens of the sliding window.
     """
     skipped = jnp.maximum(positions // page_size - local - sink, 0) * page_size
     oldest, sinks = jnp.maximum(positions + 1 - window, 0), sink * page_size
@@ -64,8 +68,8 @@ class Tiles(NamedTuple):
     """The tiles of queries of ragged chunks, [I] int32 each.
 
     starts [I + 1], rows: as in `BlockLists`.
-    blocks: the page of each tile in its sequence.
-    held: the tokens of that page up to the tile's last query; 0 for an empty tile.
+    blocks: the page of each tile, numbered within the sequence.
+    held: the number of tokens in that page up to the tile's last query; 0 for an empty tile.
     """
 
     starts: jax.Array
@@ -77,7 +81,8 @@ class Tiles(NamedTuple):
 def tiles_of(query_starts, lengths_S, num_tokens: int, page_size: int) -> Tiles:
     """The tiles of queries of ragged chunks.
 
-    query_starts [S + 1], lengths [S]: as in `paged_prefill_attention`. num_tokens: its T.
+    query_starts [S + 1], lengths [S]: as in `paged_prefill_attention`.
+    num_tokens: T of `paged_prefill_attention`.
     """
     S = len(lengths_S)
     counts = query_starts[1:] - query_starts[:-1]
@@ -102,7 +107,7 @@ def tiles_of(query_starts, lengths_S, num_tokens: int, page_size: int) -> Tiles:
 
 
 def lists_of(tiles: Tiles, blocks, counts, page_size: int) -> BlockLists:
-    """The lists of the first `counts` [I] of the pages `blocks` [I, B]."""
+    """The lists of tiles that keep the first `counts` [I] entries of the pages `blocks` [I, B]."""
     lengths = jnp.where(tiles.held > 0, (counts - 1) * page_size + tiles.held, 0)
     return BlockLists(tiles.starts, tiles.rows, blocks, lengths)
 

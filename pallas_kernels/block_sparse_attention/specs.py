@@ -23,11 +23,11 @@ from pallas_kernels.specs import HEADS, Attention, Cost, Errors, Heads, Op, Spec
 class Hybrid:
     """A call of hybrid prefill.
 
-    shapes: of the prefill.
-    dense: dense KV heads of this call's layer; the other KV heads stream.
-    sink, local: tokens, with the paper's defaults.
+    shapes: the shapes of the prefill.
+    dense: the number of dense KV heads in this call's layer; all other KV heads stream.
+    sink, local: tokens of the sink and of the local window, with the paper's defaults.
 
-    The schedules are for layers with dense // 2, dense, or all KV heads dense.
+    The schedules are for layers with dense // 2, with `dense`, and with only dense KV heads.
     """
 
     shapes: Attention
@@ -45,9 +45,9 @@ class Hybrid:
         return self.sink // self.shapes.page_size, self.local // self.shapes.page_size
 
     def tokens_read(self, lengths, counts) -> tuple[tuple[int, np.ndarray], ...]:
-        """For dense and for streaming heads: their number, and the tokens of each sequence that any
-        of its last `counts` queries reads. A streaming head reads the pages of the sink, and all
-        pages from the first query's window on."""
+        """For dense heads and for streaming heads: the number of heads, and the tokens [S] of each
+        sequence that any of its last `counts` queries reads. A streaming head reads the pages of
+        the sink, and all pages from the first query's window on."""
         (sink, local), P = self.pages, self.shapes.page_size
         window = np.maximum((lengths - counts) // P - local, sink) * P
         listed = np.minimum(lengths, sink * P) + np.maximum(lengths - window, 0)
@@ -57,7 +57,8 @@ class Hybrid:
 
 
 def make(hybrid: Hybrid) -> Spec:
-    """Tables list pages in random order, the same for all heads. Heads have separate pages."""
+    """A call of `hybrid_prefill_attention`. All heads share a table with pages in random order; the
+    page offsets give each head separate pages."""
     shapes, (sink, local) = hybrid.shapes, hybrid.pages
     heads, P, T = shapes.heads, shapes.page_size, shapes.sequences * shapes.chunk
     dense, counts = hybrid.dense, hybrid.dense_counts

@@ -1,15 +1,19 @@
 """Index tables of dense heads in prefill: the best columns and diagonals (MInference; LServe §4.3).
 
-The last queries of each segment of a prompt estimate, for each KV head, the attention of each key
-(its column, a vertical line of the attention map) and of each distance between query and key (a
-diagonal, a slash). For a page of queries, a page of keys scores as much as its best column or the
-best diagonal that crosses the two pages. Each page of queries keeps the pages with the best scores.
-It always keeps its own page, the first page of the sequence and, from a count of 3 on, the page
-before its own.
+A prompt is cut into segments. In each segment the last queries estimate the attention of all its
+queries. For each KV head they give two kinds of sums over probabilities:
 
-Segments are counted from the end of a prompt, so that the question at its end estimates its own
-reads. A segment as long as the prompt gives MInference's estimate. If chunks end where segments
-end, the kept pages do not depend on the chunks.
+- of each key, which is a column or vertical line of the attention map;
+- of each distance between query and key, which is a diagonal or slash.
+
+For a page of queries, the score of a page of keys is the larger of the page's best column and the
+best diagonal that crosses the two pages. Each page of queries keeps the pages with the best scores.
+It always keeps its own page and the first page of the sequence. With a count of 3 or more it always
+keeps the page before its own, too.
+
+Segments are aligned to the end of a prompt, so that the estimate for the prompt's last queries uses
+these queries themselves. A segment as long as the prompt gives MInference's estimate. If chunks end
+where segments end, the kept pages do not depend on the chunks.
 """
 
 from typing import NamedTuple
@@ -22,17 +26,18 @@ from pallas_kernels.block_sparse_attention.lists import BlockLists, Tiles, lists
 from pallas_kernels.paged_attention.xla import scores_of
 from pallas_kernels.quantization import QuantizedPages
 
-LAST_QUERIES = 64  # of a segment, from which the reads of all its queries are estimated
+LAST_QUERIES = 64  # queries of a segment that estimate the attention of all its queries
 CHUNK = 512  # keys that an iteration reads
 NEG_INF = -1e30
 
 
 class Segments(NamedTuple):
-    """Segments of prompts, or their parts that lie in a step's ragged chunks.
+    """Segments of prompts, or the parts of segments in a step's ragged chunks.
 
-    starts: [J + 1] int32, the first query of each segment, which ends where the next begins.
+    starts: [J + 1] int32, the first query of each segment; segment j ends where the next begins.
     rows: [J] int32, the sequence of each segment.
-    lengths: [J] int32, tokens of its sequence up to its last query; 0 for an unused segment.
+    lengths: [J] int32, tokens of the sequence up to the segment's last query; 0 for an unused
+        segment.
     """
 
     starts: jax.Array
@@ -47,11 +52,11 @@ def segments_of(
 
     query_starts, lengths, num_tokens: as in `tiles_of`.
     prompts: [S] int32, tokens of the whole prompt of each chunk.
-    size: tokens of a segment, whole pages. The last segment of a prompt ends with the prompt's last
-        page; the first one may be shorter.
+    size: tokens of a segment, a multiple of page_size. A prompt's last segment ends with the
+        prompt's last page; its first segment may be shorter.
     """
     end = (prompts_S + page_size - 1) // page_size * page_size
-    # With `missing` tokens before the prompt, tiles from its beginning are segments from its end.
+    # With `missing` more tokens before the prompt, tiles of `size` tokens end with its last page.
     missing = -end % size
     tiles = tiles_of(query_starts, lengths_S + missing, num_tokens, size)
     lengths = tiles.blocks * size + tiles.held - missing[tiles.rows]
@@ -59,8 +64,8 @@ def segments_of(
 
 
 def last_queries(q_TxHxD, segments: Segments):
-    """The last queries [J, LAST_QUERIES, H, D] of each segment. A shorter segment has arbitrary
-    queries before its own."""
+    """The last queries [J, LAST_QUERIES, H, D] of each segment. For a shorter segment, arbitrary
+    queries precede its own."""
     index = segments.starts[1:, None] + jnp.arange(LAST_QUERIES) - LAST_QUERIES
     return q_TxHxD[jnp.clip(index, 0, len(q_TxHxD) - 1)]
 
@@ -68,9 +73,9 @@ def last_queries(q_TxHxD, segments: Segments):
 def vertical_slash_lists(
     tiles: Tiles, sparse_S, count: int, num_pages: int, page_size: int
 ) -> BlockLists:
-    """The lists of dense heads, with their final lengths; `vertical_slash_blocks` gives the pages.
+    """The lists of dense heads. The lengths are final; `vertical_slash_blocks` computes the pages.
 
-    sparse: [S] bool. In these sequences each page of queries keeps at most `count` pages, in all
+    sparse: [S] bool. In sparse sequences each page of queries keeps at most `count` pages. In all
         other sequences it keeps all pages.
     num_pages: M, the width of the lists.
     """
@@ -95,19 +100,20 @@ def vertical_slash_blocks(
     soft_cap: float | None = None,
     implementation: str | None = None,
 ):
-    """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order. Other
-    entries, beyond a list's length, may be anything.
+    """The logical pages [I, K, M] int32 that each tile of queries keeps, in ascending order.
+
+    Entries beyond a list's length may be anything.
 
     q: `last_queries` of the segments; head h reads with KV head h // G.
     k_pages, tables, page_offset, scale, soft_cap: as in `paged_prefill_attention`; pages may be
         quantised.
-    segments, tiles: of the same chunks.
+    segments, tiles: `segments_of` and `tiles_of` the same chunks.
     sparse, count: as in `vertical_slash_lists`.
 
-    Raises ValueError for a count that is not from min(3, M) to M, or an unknown implementation.
+    Raises ValueError for a count below min(3, M) or above M, and for an unknown implementation.
     """
     K, M = tables_SxKxM.shape[1:]
-    least = min(3, M)  # the first page, the one before the queries', and their own
+    least = min(3, M)  # the first page, the page before the queries' own, and their own
     if not least <= count <= M:
         raise ValueError(f"count must be from {least} to {M}, not {count}")
     scale = q_JxQxHxD.shape[-1] ** -0.5 if scale is None else scale
@@ -138,7 +144,8 @@ def vertical_slash_blocks(
 
 def _of_pages(columns_KxMxP, diagonals_KxMxP):
     """The best column of each page, and the best diagonal of each distance between pages, [K, M]
-    each. Diagonals of (e - 1) * P + 1 to (e + 1) * P - 1 tokens cross pages at distance e."""
+    each. A diagonal at a distance of (e - 1) * P + 1 to (e + 1) * P - 1 tokens crosses two pages
+    that are e pages apart."""
     here = diagonals_KxMxP.max(-1)
     nearer = jnp.where(jnp.arange(diagonals_KxMxP.shape[-1]) > 0, diagonals_KxMxP, 0).max(-1)
     return columns_KxMxP.max(-1), here.at[:, 1:].max(nearer[:, :-1])
@@ -146,7 +153,9 @@ def _of_pages(columns_KxMxP, diagonals_KxMxP):
 
 def _queries_of(q, segments: Segments, length, j, K: int):
     """The last queries [K, G, Q, D] of segment j, their positions [Q], and whether each exists [Q].
-    length: the position after the segment's last query."""
+
+    length: the position after the segment's last query.
+    """
     _, Q, H, D = q.shape
     before_end = jnp.arange(Q) - Q
     there = segments.starts[j + 1] + before_end >= segments.starts[j]
@@ -156,7 +165,9 @@ def _queries_of(q, segments: Segments, length, j, K: int):
 
 def reference(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
     """The definition. Probabilities are summed by column and by diagonal, over all query heads of a
-    KV head. lengths: [J], of segments; a length of 0 gives zeros.
+    KV head.
+
+    lengths: [J], as in `Segments`; a length of 0 gives zeros.
 
     Returns the best sum of each page and of each distance between pages, [J, K, M] each.
     """
@@ -219,7 +230,8 @@ def xla(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
             probs = jnp.exp(scores - top[..., None]) / total[..., None]
             probs = jnp.where(scores > NEG_INF, probs, 0).sum(1)  # [K, Q, chunk]
             columns = jax.lax.dynamic_update_slice(columns, probs.sum(1), (0, j * chunk))
-            # Each query's row moves one place further right, so that a diagonal becomes a column.
+            # Each query's row is shifted one place further than the row before it, so that a
+            # diagonal becomes a column.
             skewed = jnp.pad(probs[..., ::-1], ((0, 0), (0, 0), (0, Q))).reshape(K, -1)
             of_distances = skewed[:, :-Q].reshape(K, Q, -1).sum(1)
             at = (0, length - j * chunk + 1)  # distances begin at -(Q + chunk)

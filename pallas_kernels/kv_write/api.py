@@ -7,7 +7,7 @@ from pallas_kernels.quantization import QuantizedPages
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 COPY = {"reference": reference.copy, "xla": xla.copy, "mosaic_gpu": write_sm90.copy}
-DEFAULT = "xla"  # It stays so until the kernels are measured to be faster.
+DEFAULT = "xla"  # until a measurement shows that the kernels are faster
 
 
 def write_kv(
@@ -21,10 +21,10 @@ def write_kv(
 ):
     """Write each token's keys and values into the pools, in the pools' dtype (vLLM §5.1).
 
-    k_pages, v_pages: [N, P, D]; k, v: [T, K, D]. Into `QuantizedPages` they are quantised.
+    k_pages, v_pages: [N, P, D], the pools. `QuantizedPages` quantise the new tokens.
+    k, v: [T, K, D], the new tokens.
     slot_mapping: [T, K] int32, page * P + offset for each token and KV head. Entries must be
-        distinct and not negative. Entries of N * P or more, which padding tokens have, write
-        nothing.
+        distinct and not negative. Padding tokens have entries of N * P or more, and write nothing.
 
     Returns the two pools; donated pools are written in place. Raises ValueError if the shapes do
     not fit together, if the pools have 2**31 slots or more, or if the named implementation cannot
@@ -54,7 +54,7 @@ def copy_pages(pages_NxPxD, sources_C, destinations_C, *, implementation: str | 
 
     pages: [N, P, D].
     sources, destinations: [C] int32. A pair with a destination of N or more copies nothing. All
-        other destinations must be distinct, and no source may be one of them.
+        other destinations must be distinct, and must not be among the sources.
 
     Returns the pool; a donated pool is written in place. Raises ValueError if the shapes do not fit
     together, or if the named implementation cannot run them.

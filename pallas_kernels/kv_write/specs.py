@@ -11,7 +11,7 @@ from pallas_kernels.specs import HEADS, Cost, Heads, Op, Spec
 def write(
     heads: Heads, tokens: int, *, num_pages: int = 65536, page_size: int = 16, dtype="bfloat16"
 ) -> Spec:
-    """Tokens go to distinct random places of the pools. The last token is padding."""
+    """A KV write. Tokens have distinct random slots in the pools. The last token is padding."""
 
     def arguments(key):
         keys = jax.random.split(key, 5)
@@ -36,7 +36,7 @@ def write(
 
 
 def copy(D: int, pairs: int, *, num_pages: int = 65536, page_size: int = 16) -> Spec:
-    """Random pages are copied to other random pages. The last pair is padding."""
+    """A copy of random pages to other random pages. The last pair is padding."""
 
     def arguments(key):
         keys = jax.random.split(key, 2)

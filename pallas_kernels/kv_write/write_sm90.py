@@ -1,6 +1,7 @@
 """Kernels for Hopper that move rows and pages through shared memory, in place.
 
-They have not been timed yet against XLA's scatters, which stay the default.
+XLA's scatters stay the default until both have been timed on a GPU.
+
 Floor: a write reads the new keys and values once and writes them once; a copy reads and writes each
 page once.
 """
@@ -11,14 +12,14 @@ from jax import lax
 
 from pallas_kernels.mosaic import kernel, pl, plgpu
 
-MOST_COPIED = 256  # The most elements along an axis that one TMA copies.
-SHARED_MEMORY = 226 * 1024  # Bytes of a thread block for buffers: the rest is for barriers.
+MOST_COPIED = 256  # The most elements of one TMA along an axis.
+SHARED_MEMORY = 226 * 1024  # Bytes for a thread block's buffers; the rest is for barriers.
 
 
 def unsupported(pages_NxPxD, buffers: list[tuple[int, int]], *new) -> str | None:
     """Why the kernels cannot run these arguments, or None.
 
-    buffers: the shapes that a thread block holds in shared memory; one TMA copies each of them.
+    buffers: the shapes of a thread block's buffers in shared memory. One TMA fills each buffer.
     new: the keys and values to write, if any.
     """
     itemsize = pages_NxPxD.dtype.itemsize

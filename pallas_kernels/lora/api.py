@@ -18,8 +18,8 @@ def plan_sgmv(
     segments: Segments, num_tokens: int, *, implementation: str | None = None
 ) -> SgmvSchedule | None:
     """The schedule of `sgmv` for these segments of `num_tokens` tokens, to be made once for all
-    layers and projections (Punica §6). Returns None where the implementation works without one, or
-    where there are no segments (S = 0)."""
+    layers and projections (Punica §6). Returns None where the implementation works without a
+    schedule, and without segments (S = 0)."""
     if not backend.runs_kernels(implementation) or not segments.slots.shape[0]:
         return None
     return sgmv_schedule(segments, num_tokens)
@@ -38,27 +38,29 @@ def sgmv(
     schedule: SgmvSchedule | None = None,
     implementation: str | None = None,
 ):
-    """LoRA's addend to a projection, x·A·B with the adapter of each token's segment (Punica §4).
+    """LoRA's addend x·A·B to a projection, with A and B of each token's adapter (Punica §4).
 
     x:        [T, I] inputs of the projection.
     a, b:     [L, N, 16, I] and [L, N, 16, O] pools of rank pages, for all layers of one projection.
               A page holds 16 ranks: 16 columns of A, stored as rows, and 16 rows of B. The factor
-              alpha / rank is part of b. An adapter whose rank is not a multiple of 16 has zeros in
-              the rest of its last page.
-    layer:    int32 scalar, which may be traced. The stacks are indexed and never copied.
-    segments: which tokens use which adapter slot; tokens of no segment get zeros.
-    rank_pages: [A, Q] int32 pages of the adapter in each slot. Only the first `num_rank_pages`
-              entries must be valid; other entries and their pages are never used.
-    num_rank_pages: [A] int32 rank pages of each slot's adapter, from 0 to Q. Ranks may differ, and
-              the cost of an adapter is proportional to its pages.
-    v_dtype:  dtype that x·A is rounded to before it is multiplied with B. None means x's dtype;
+              alpha / rank is part of b. If a rank is not a multiple of 16, the rest of the
+              adapter's last page is zero.
+    layer:    int32 scalar, which may be traced. The pools are indexed and never copied.
+    segments: the adapter slot of each run of tokens. Tokens outside all segments get zeros.
+    rank_pages: [A, Q] int32 page ids of the adapter in each slot. Only the first `num_rank_pages`
+              entries must be valid. Other entries are never used.
+    num_rank_pages: [A] int32 number of rank pages of each slot's adapter, from 0 to Q. An adapter's
+              cost is proportional to this number.
+    v_dtype:  the dtype to which x·A is rounded before the product with B. None means x's dtype;
               the paper has 16 bits.
     schedule: `plan_sgmv` of these segments; None makes one for this call.
 
-    Returns [T, O] in x's dtype. Products are summed in float32. Under tensor parallelism, each
-    device passes its own part of x, a and b. If I is split, the devices' results add up to the
-    whole result; if O is split, they are parts of it. A part may be narrower than the rank. Raises
-    ValueError if arguments do not fit together, or if the named implementation cannot run them.
+    Under tensor parallelism, each device passes its own part of x, a and b. If I is split, the sum
+    of the devices' results is the whole result. If O is split, each result is a part of the whole
+    result. A part may be narrower than the rank.
+
+    Returns [T, O] in x's dtype. Products are summed in float32. Raises ValueError if arguments do
+    not fit together, or if the named implementation cannot run them.
     """
     found = _check(
         segments, rank_pages_AxQ, num_rank_pages_A, x=(x_TxI, "T I"), a=(a_LxNx16xI, "L N 16 I"),
@@ -89,10 +91,10 @@ def sgmv_shrink(
     v_dtype=None,
     implementation: str | None = None,
 ):
-    """The first half of `sgmv`, v = x·A: [T, Q * 16] in `v_dtype`, or in x's dtype if it is None.
+    """The first half of `sgmv`, v = x·A: [T, Q * 16] in `v_dtype`, by default x's dtype.
 
-    Columns 16q to 16q + 15 are the product with the q-th page of the token's adapter, and zeros
-    where the adapter has fewer pages. Arguments and errors are as in `sgmv`.
+    Columns 16q to 16q + 15 are the product with page q of the token's adapter. If the adapter has
+    fewer pages, they are zero. Arguments and errors are as in `sgmv`.
     """
     found = _check(
         segments, rank_pages_AxQ, num_rank_pages_A, x=(x_TxI, "T I"), a=(a_LxNx16xI, "L N 16 I")
@@ -118,9 +120,9 @@ def sgmv_expand(
     dtype=None,
     implementation: str | None = None,
 ):
-    """The second half of `sgmv`, v·B: [T, O] in `dtype`, or in v's dtype if it is None.
+    """The second half of `sgmv`, v·B: [T, O] in `dtype`, by default v's dtype.
 
-    v: [T, Q * 16] from `sgmv_shrink`; columns of pages that an adapter does not have are ignored.
+    v: [T, Q * 16] from `sgmv_shrink`. Columns 16q and up are ignored for an adapter with q pages.
     All other arguments and the errors are as in `sgmv`.
     """
     found = _check(

@@ -16,7 +16,7 @@ def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
 def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
     T, Q = v.shape[0], rank_pages.shape[1]
     pages, held = _pages_of_tokens(segments, T, rank_pages, num_rank_pages)
-    # Entries beyond an adapter's own pages may name pages that hold anything, even NaN.
+    # Entries beyond an adapter's own pages may be ids of pages with any content, even NaN.
     held = held[..., None]
     b_TxQx16xO = jnp.where(held[..., None], b[layer][pages].astype(jnp.float32), 0)
     v_TxQx16 = jnp.where(held, v.reshape(T, Q, PAGE_RANKS).astype(jnp.float32), 0)
@@ -30,6 +30,6 @@ def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype, sche
 
 
 def _pages_of_tokens(segments, T: int, rank_pages, num_rank_pages):
-    """The rank pages of each token's adapter [T, Q], and which of the entries are valid [T, Q]."""
+    """The rank pages of each token's adapter [T, Q], and whether each entry is valid [T, Q]."""
     slot, has_adapter = slot_of_tokens(segments, T)
     return rank_pages[slot], pages_held(slot, has_adapter, rank_pages.shape[1], num_rank_pages)

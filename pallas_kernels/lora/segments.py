@@ -1,4 +1,4 @@
-"""Which tokens of a batch use which adapter (Punica §4: the segment indices s)."""
+"""The adapter of each token of a batch, as segments (Punica §4: the segment indices s)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PAGE_RANKS = 16  # Ranks of a page: the least that a tensor core multiplies at once.
+PAGE_RANKS = 16  # Ranks of a page, the smallest inner dimension of a tensor-core product.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Runs of tokens that share an adapter; arrays of int32, the same for all layers of a step.
+    """Runs of tokens that share an adapter, the same for all layers of a step. Arrays are int32.
 
     slots: [S] the adapter slot of each run, a row of `rank_pages`.
-    starts, ends: [S] a run holds the tokens starts[s] to ends[s] - 1, and may be empty. Runs must
+    starts, ends: [S] run s holds the tokens starts[s] to ends[s] - 1, and may be empty. Runs must
         not overlap. They may have any order.
     count: [1] the number of runs; further entries are ignored.
 
-    Tokens of no run have no adapter. S = 0 means that no token of the batch has an adapter.
+    Tokens outside all runs have no adapter. With S = 0, no token of the batch has an adapter.
     """
 
     slots: Any
@@ -36,5 +36,5 @@ def slot_of_tokens(segments: Segments, T: int):
 
 
 def pages_held(slot_T, has_adapter_T, Q: int, num_rank_pages_A):
-    """Which of Q rank pages each token's adapter has [T, Q]."""
+    """Whether each token's adapter has page q, for each q below Q: [T, Q] bool."""
     return (jnp.arange(Q) < num_rank_pages_A[slot_T][:, None]) & has_adapter_T[:, None]

@@ -5,15 +5,17 @@ A work item is a tile of up to 64 tokens that share an adapter. Each kernel has 
     one token       matrix-vector products, which are bound by reading the rank pages
     several tokens  products on tensor cores, tokens as rows
 
-Shrink, one token: the 64 rows of a product are four chunks of a page's columns, 16 ranks each; its
-8 columns are eight chunks of the token. So the tensor core reads a page from shared memory, and no
-page passes through registers. Of a row's 8 columns, only the row's own chunk counts. Expand, one
-token: CUDA cores compute the result as a weighted sum of rows of B.
+Shrink, one token: one wgmma multiplies a page of A by the token's input. Its 64 rows are 16 ranks
+in each of four chunks of columns. Its 8 columns are eight chunks of the token. So wgmma reads the
+page from shared memory, and no page passes through registers. In each row only the product with the
+same chunk of the token is used; the other seven products are discarded.
 
-Split-K: thread blocks of shrink write sums over parts of the columns, and XLA adds these up.
+Expand, one token: CUDA cores compute the result as a weighted sum of rows of B.
 
-Floor: x, the rank pages of every segment's adapter and the output are moved once. Shrink reads x
-once more for each further page of an adapter, from the L2 cache.
+Split-K: each thread block of shrink writes sums over a part of the columns, and XLA adds the parts.
+
+Floor: x, the rank pages of every segment's adapter and the output are moved once. For each further
+page of an adapter, shrink reads x again, from the L2 cache.
 """
 
 from functools import partial
@@ -28,22 +30,23 @@ from pallas_kernels.lora.work_items import ROWS, padded, sgmv_schedule
 from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, swizzled, whole_product
 from pallas_kernels.ragged import ALIGNMENT
 
-CHUNKS = ROWS // PAGE_RANKS  # Chunks of a page in one product of the schedule for one token.
-TOKEN_CHUNKS = 8  # Chunks of a token that are copied at once: the columns of that product.
-CHUNK = 64, 32  # Columns of a chunk: the first number of which 8 chunks divide the width.
-STAGES = 6  # Tiles that a thread block of shrink has in flight.
-WAVES = 4  # Thread blocks of shrink, as a multiple of the number of multiprocessors.
+CHUNKS = ROWS // PAGE_RANKS  # One token: chunks of a page in one product, the product's rows.
+TOKEN_CHUNKS = 8  # One token: chunks of the token in one copy, the product's columns.
+CHUNK = 64, 32  # Columns of a chunk. The first number is used for which 8 chunks divide the width.
+STAGES = 6  # Tiles in flight in a thread block of shrink.
+WAVES = 4  # Shrink has about this many thread blocks per multiprocessor.
 MIN_STEPS = 2  # The fewest steps of a thread block of shrink.
-TILES = 256, 128  # Output columns of a thread block of expand: the first number that fits.
-MOST_HELD = 512  # The most output columns times pages in it; TILES[-1] may exceed this.
-PART = 64  # Output columns that tensor cores compute at once: more need too many registers.
-MOST_PAGES = 8  # The most rank pages of an adapter that expand holds in shared memory.
+TILES = 256, 128  # Output columns of a thread block of expand. The first number that fits is used.
+MOST_HELD = 512  # The most output columns times pages in a block of expand, except for TILES[-1].
+PART = 64  # Output columns of one wgmma in expand. More would need too many registers.
+MOST_PAGES = 8  # The most rank pages of an adapter, which expand holds in shared memory.
 
 
 def unsupported(rank_pages, *dtypes, a=None, b=None) -> str | None:
     """Why the kernels cannot run these arguments, or None.
 
-    dtypes: of all operands that are multiplied with a or b. a, b: None if the call has none.
+    dtypes: the dtypes of all operands that are multiplied with a or b.
+    a, b: the pools; None if the call does not use the pool.
     """
     found = [jnp.dtype(d) for d in (*dtypes, *(w.dtype for w in (a, b) if w is not None))]
     if len(set(found)) > 1 or found[0] not in (jnp.bfloat16, jnp.float16):
@@ -63,8 +66,11 @@ def _chunk(width: int) -> int | None:
 
 
 def _tile(width: int, Q: int) -> int | None:
-    """The output columns of a thread block of expand, or None if no number fits. With many pages
-    they are few, because several blocks must fit into a multiprocessor's shared memory."""
+    """The output columns of a thread block of expand, or None if no number fits.
+
+    With many pages the tile is narrow, because a multiprocessor's shared memory must hold several
+    thread blocks.
+    """
     fits = [
         tile for tile in TILES if width % tile == 0 and (Q * tile <= MOST_HELD or tile == TILES[-1])
     ]
@@ -107,14 +113,14 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
             ),
             "out_s": plgpu.SMEM((ROWS, PAGE_RANKS), jnp.float32),
             "sums_s": plgpu.SMEM((ROWS,), jnp.float32),
-            # In both schedules CHUNKS copies fill a stage of rows_s, and one copy of columns_s.
+            # In both schedules CHUNKS copies fill a stage of rows_s, and one fills columns_s.
             "filled": plgpu.Barrier(num_arrivals=CHUNKS + 1, num_barriers=STAGES),
         },
     )(
         x, x.reshape(rows, width // chunk, chunk), a, items, rank_pages, num_rank_pages,
         jnp.asarray(layer, jnp.int32)[None],
     )  # fmt: skip
-    # Only the schedule for one token writes a sum for each of four chunks.
+    # The schedule for one token writes four partial sums, one per chunk; the other writes one.
     parts = parts[:, :T].reshape(splits, T, Q, CHUNKS, PAGE_RANKS)
     held = pages_held(schedule.slots, schedule.has_adapter, Q, num_rank_pages)
     written = held[..., None] & (schedule.alone[:, None, None] | (jnp.arange(CHUNKS) == 0))
@@ -123,8 +129,10 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
 
 
 def _split(blocks: int, steps: int) -> tuple[int, int]:
-    """Split-K: the number of parts that `steps` are cut into, and the steps of a part. blocks:
-    thread blocks without the split."""
+    """Split-K: the number of parts into which `steps` are split, and the steps of a part.
+
+    blocks: the number of thread blocks without split-K.
+    """
     gpu = backend.current_gpu()
     wanted = pl.cdiv((gpu.num_multiprocessors if gpu else 1) * WAVES, blocks)
     steps_per_split = max(pl.cdiv(steps, wanted), min(MIN_STEPS, steps))

@@ -1,4 +1,4 @@
-"""Named arguments of SGMV: the projections of Llama-2 and how tokens share adapters (Punica §7)."""
+"""Named arguments of SGMV: Llama-2's projections, and the adapter popularities of Punica §7."""
 
 import itertools
 import math
@@ -14,17 +14,17 @@ from pallas_kernels.lora.api import plan_sgmv, sgmv
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
 from pallas_kernels.specs import Cost, Op, Spec
 
-SKEW = 1.5  # An adapter's popularity relative to the next one's, where popularity is skewed.
+SKEW = 1.5  # Skewed popularity: an adapter's requests relative to the next less popular adapter's.
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 
 def segment_lengths(popularity: str, tokens: int) -> list[int]:
-    """The number of tokens of each adapter, of `tokens` tokens in all (Punica §7).
+    """The number of tokens of each adapter, in a batch of `tokens` tokens (Punica §7).
 
-    'distinct': one token each.
-    'uniform': equal numbers for ⌈√tokens⌉ adapters, some with one more.
-    'skewed': ⌊1.5^i⌋ for the i-th least popular adapter, and the rest for the most popular one.
-    'identical': all tokens for one adapter.
+    'distinct': each adapter has one token.
+    'uniform': ⌈√tokens⌉ adapters have equally many tokens, or some have one more.
+    'skewed': the i-th least popular adapter has ⌊1.5^i⌋ tokens, and the most popular one the rest.
+    'identical': one adapter has all tokens.
 
     Raises ValueError for another popularity.
     """
@@ -47,10 +47,10 @@ def segment_lengths(popularity: str, tokens: int) -> list[int]:
 class Lora:
     """The shapes of a call of SGMV.
 
-    inputs, outputs: widths of the projection.
+    inputs, outputs: the projection's input and output width.
     lengths: tokens of each segment. Each segment has an adapter of its own.
-    ranks: the adapters' ranks, repeated in turn.
-    without: tokens without an adapter, after all others.
+    ranks: the adapters' ranks; adapter i has ranks[i % len(ranks)].
+    without: the number of tokens without an adapter, which follow all segments.
     """
 
     inputs: int
@@ -72,7 +72,7 @@ class Lora:
 
     @property
     def cost(self) -> Cost:
-        """Inputs, outputs and the pages of all adapters are moved once."""
+        """The cost if inputs, outputs and the pages of all adapters are moved once."""
         per_token = 2 * PAGE_RANKS * (self.inputs + self.outputs)
         moved = self.tokens * (self.inputs + self.outputs) + per_token // 2 * int(self.pages.sum())
         return Cost(
@@ -82,12 +82,12 @@ class Lora:
 
 
 def sgmv_of_arrays(*, slots, starts, ends, count, **arguments):
-    """`sgmv`, with the arrays of its segments by name."""
+    """`sgmv`, with the arrays of its segments as keyword arguments."""
     return sgmv(segments=Segments(slots, starts, ends, count), **arguments)
 
 
 def make(shapes: Lora) -> Spec:
-    """A call for the second of two layers. Adapters lie in random slots and pages."""
+    """A call for the second of two layers. Adapters have random slots and random pages."""
 
     def arguments(key):
         keys = jax.random.split(key, 5)
@@ -95,7 +95,7 @@ def make(shapes: Lora) -> Spec:
         S, N, Q = len(pages), int(pages.sum()), int(pages.max())
         ends = np.cumsum(shapes.lengths, dtype=np.int32)
         slots = jax.random.permutation(keys[0], S).astype(jnp.int32)
-        # The pages of an adapter begin where those of the adapter before it end.
+        # An adapter's pages begin where the pages of the adapter before it end.
         first = np.cumsum(pages) - pages
         listed = jax.random.permutation(keys[1], N)[first[:, None] + np.arange(Q)]
         a = jax.random.normal(keys[2], (2, N, PAGE_RANKS, shapes.inputs)) * shapes.inputs**-0.5
@@ -126,7 +126,7 @@ def make(shapes: Lora) -> Spec:
     )
 
 
-# Input and output widths of the projections, without repetitions; for 70B also one GPU's part of 8.
+# The distinct (input, output) widths of the projections; for 70B also the shard of one of 8 GPUs.
 WIDTHS: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "llama-2-7b": {"q": (4096, 4096), "up": (4096, 11008), "down": (11008, 4096)},
     "llama-2-13b": {"q": (5120, 5120), "up": (5120, 13824), "down": (13824, 5120)},

@@ -1,6 +1,6 @@
 """The work items of the kernels' thread blocks: tiles of tokens that share an adapter.
 
-They depend on the segments alone, so they are planned once a step, for all layers and projections.
+Work items depend on the segments alone, so one plan a step serves all layers and projections.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ ROWS = 64  # Tokens of a tile: the M of a wgmma.
 @dataclass(frozen=True)
 class SgmvSchedule:
     """items: [n, 5] int32, from `work_items`.
-    slots: [T] int32, the adapter slot of each token.
-    has_adapter: [T] bool, whether the token has an adapter, so that its slot is valid.
-    alone: [T] bool, whether the token is the only one of its segment.
+    slots: [T] int32, the adapter slot of each token; valid only if the token has an adapter.
+    has_adapter: [T] bool, whether the token has an adapter.
+    alone: [T] bool, whether the token is its segment's only token.
     """
 
     items: jax.Array
@@ -39,15 +39,18 @@ def sgmv_schedule(segments: Segments, T: int) -> SgmvSchedule:
 
 
 def padded(T: int) -> int:
-    """The rows to which arrays of T tokens are padded, so that no tile reaches beyond them."""
+    """The rows of an array of T tokens, padded so that no tile extends beyond the array."""
     return max(T + -T % ALIGNMENT, ROWS)
 
 
 def work_items(segments: Segments, T: int):
     """Tiles that cover all live segments of an array of T rows, T from `padded`: [n, 5] int32.
 
-    The five fields of an item are: the adapter slot; the first row of the tile; lo and hi, where
-    rows lo to hi - 1 of the tile belong to the segment; whether the segment has only one token.
+    The five columns are
+        the adapter slot;
+        the first row of the tile;
+        lo and hi: rows lo to hi - 1 of the tile belong to the segment;
+        whether the segment has only one token.
     Unused items have no rows.
     """
     S = segments.slots.shape[0]

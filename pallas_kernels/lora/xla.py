@@ -1,19 +1,20 @@
 """Fast jnp under jit: single tokens all at once, longer segments one after the other.
 
 Work and memory traffic depend on the segments and on the ranks of their adapters. Without a live
-segment no loop has an iteration, and only the output of zeros remains.
+segment no loop has an iteration, and the call only writes zeros.
 
 A decode step in which many tokens have an adapter of their own is bound by reading the adapters.
-Such tokens are computed at once, as sums whose terms XLA reads in place, on all cores. A loop over
-them copies every page before the product, on one core, and takes 1.2 to 1.8 times as long (widths
-of 128 to 4,096, 32 tokens). Other segments are computed in blocks of a few rows.
+Such tokens are computed at once, as sums. XLA reads the terms of these sums in place, on all cores.
+A loop over the tokens would copy every page before the product, on one core, and take 1.2 to 1.8
+times as long (widths of 128 to 4,096, 32 tokens). Other segments are computed in a loop, in blocks
+of a few rows.
 
 Common alternatives were measured against the loop on a CPU. They are slower in all popularities:
 
 - gathering the pages of every token for one batched product takes 1.3 to 6 times as long at batch
   32, because it copies shared pages once for each token;
-- masked products of the whole batch with each adapter take up to 7 times as long, and equally long
-  if one adapter has all tokens;
+- masked products of the whole batch with each adapter take up to 7 times as long, except that they
+  take equally long if one adapter has all tokens;
 - `lax.ragged_dot` takes more than 10 times as long.
 """
 
@@ -25,11 +26,11 @@ from jax import lax
 
 from pallas_kernels.lora.segments import PAGE_RANKS, slot_of_tokens
 
-# Rows of one product. Long blocks compute rows beyond the segment for nothing; short blocks read
-# the adapter's pages more often.
+# Rows of one product. Long blocks waste work on rows beyond the segment. Short blocks read the
+# adapter's pages more often.
 SHORT, LONG = 8, 32
-FEW_SHARE = 4  # Single tokens are few if they are at most a fourth of all tokens.
-TERMS, COLUMNS = 16, 128  # The most terms of a sum, and the fewest columns of a term.
+FEW_SHARE = 4  # One-token segments are few if they have at most 1 / FEW_SHARE of all tokens.
+TERMS, COLUMNS = 16, 128  # The most terms of a sum in `_shrunk_each`, and a term's fewest columns.
 
 
 def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
@@ -70,9 +71,10 @@ def _add(y, part, q):
 def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages):
     """`zero` [T, O], with the rows of live segments replaced.
 
-    product(rows, page, q): the float32 product of rows [n, I] of x with the q-th page of an
-        adapter. page: one page for all rows, or [n], one page for each row.
-    join(out, part, q): out [n, O] joined with this product; out is None before the first page.
+    product(rows, page, q): the float32 product of rows [n, I] of x with page q of an adapter.
+        page: one page id for all rows, or [n], one page id for each row.
+    join(out, part, q): out [n, O] joined with the product `part` of page q; out is None before the
+        first page.
     """
     T, Q, S = x.shape[0], rank_pages.shape[1], segments.slots.shape[0]
 
@@ -83,7 +85,8 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
             return join(out, product(x_rows, rank_pages[slot, q], q), q)
 
         out = join_page(0, None)
-        # Most adapters have one page, and a loop costs as much as a small product.
+        # Q = 1 needs no loop. Most adapters have one page, and a loop costs as much as a small
+        # product.
         out = lax.fori_loop(1, num_rank_pages[slot], join_page, out) if Q > 1 else out
         return out.astype(zero.dtype)
 
@@ -116,7 +119,7 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
     def single_tokens():
         """`zero` with the rows of all one-token segments replaced, all at once."""
         here = (jnp.arange(T)[:, None] == segments.starts) & (lengths == 1)
-        after = jnp.where(here, segments.slots + 1, 0).sum(1)  # slot + 1, or 0 for none
+        after = jnp.where(here, segments.slots + 1, 0).sum(1)  # slot + 1; 0 for other tokens
         slot = jnp.maximum(after - 1, 0)
         pages = jnp.where(after > 0, num_rank_pages[slot], 0)
 
@@ -129,7 +132,7 @@ def _over_segments(x, zero, product, join, segments, rank_pages, num_rank_pages)
         out = lax.fori_loop(0, jnp.where(many, pages.max(), 0), join_page, out)
         return out.astype(zero.dtype)
 
-    if T == 1:  # At most one segment has a token, and a loop costs more than its product.
+    if T == 1:  # At most one segment has a token, and a loop costs more than the product.
         (slot,), (has_adapter,) = slot_of_tokens(segments, 1)
         has_adapter &= num_rank_pages[slot] > 0
         return lax.cond(has_adapter, lambda: rows_of(slot, 0, 1), lambda: zero)
@@ -163,9 +166,9 @@ def _expanded(v, b, layer, page):
 
 
 def _shrunk_each(rows, a, layer, pages):
-    """Each row with its own page. XLA vectorises a sum of gathered terms, but not a sum over the
-    last axis of a gathered array. So terms are added first, and the sum over the last axis is taken
-    of only as many columns as fill the vectors."""
+    """The product of each row with its own page. XLA vectorises a sum of gathered terms, but not a
+    sum over the last axis of a gathered array. So terms are added first, and only the few columns
+    that remain, enough to fill vectors, are summed over the last axis."""
     _, N, R, width = a.shape
     terms = max(
         n for n in range(1, TERMS + 1) if width % n == 0 and (n == 1 or width // n >= COLUMNS)
@@ -178,6 +181,6 @@ def _shrunk_each(rows, a, layer, pages):
 
 
 def _expanded_each(v, b, layer, pages):
-    """Each row with its own page: a sum of the page's rows."""
+    """The product of each row with its own page, as a weighted sum of the page's rows."""
     each = (b.at[layer, pages, r].get(mode="promise_in_bounds") for r in range(PAGE_RANKS))
     return sum(v[:, r, None].astype(jnp.float32) * row for r, row in enumerate(each))

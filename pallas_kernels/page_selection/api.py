@@ -1,7 +1,7 @@
 """The public ops. They check shapes and choose an implementation.
 
-A page of P tokens, the physical page, has C = P / N_L logical pages of N_L tokens. The statistics
-of a logical page are the largest and the smallest value of its keys in each channel, side by side:
+A (physical) page of P tokens has C = P / N_L logical pages of N_L tokens. The statistics of a
+logical page are the largest and the smallest value of its keys in each channel. They are stored as
 [max | min], 2 * D values (§3.5.2).
 """
 
@@ -17,17 +17,17 @@ from pallas_kernels.page_selection import reference, select_sm90, write_sm90, xl
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 SELECT = {"reference": reference.select, "xla": xla.select, "mosaic_gpu": select_sm90.select}
-# No GPU has measured the kernel yet.
+# until the kernel has been timed on a GPU
 DEFAULT_WRITE = "xla"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KeyRuns:
-    """Runs of a step's tokens that lie in one logical page.
+    """Runs of a step's tokens. The tokens of a run are consecutive and lie in one logical page.
 
     first: [I] int32, the first token of each run.
-    counts: [I] int32, the tokens of each run; 0 for unused runs.
+    counts: [I] int32, the number of tokens of each run; 0 for unused runs.
     """
 
     first: jax.Array
@@ -40,7 +40,7 @@ def key_runs(slots_T, written_T, logical: int, num_rows: int) -> KeyRuns:
     slots: [T] int32, page * P + offset of each token in one layer and head.
     written: [T] bool, false for padding.
     logical: N_L.
-    num_rows: the most chunks.
+    num_rows: the largest number of chunks.
     """
     T = len(slots_T)
     previous = jnp.concatenate([jnp.full(1, -2, slots_T.dtype), slots_T[:-1]])
@@ -65,15 +65,15 @@ def write_key_statistics(
 ):
     """Update the statistics of logical pages with new keys (§3.5.2).
 
-    The token at offset 0 of a logical page sets the page's statistics, and all others widen them,
-    so that a page with a new owner needs no reset.
+    The token at offset 0 of a logical page sets the page's statistics. All other tokens widen them.
+    So a page needs no reset when it is allocated to another sequence.
 
     statistics: [N, C, 2D].
-    k: [T, K, D], the tokens of each sequence in order.
-    slots: [T, K] int32, page * P + offset, not negative. Slots of N * P or more, which padding and
-        heads without statistics have, write nothing.
+    k: [T, K, D], the keys of each sequence's tokens in order.
+    slots: [T, K] int32, page * P + offset, not negative. Padding tokens, and heads without
+        statistics, have slots of N * P or more, and write nothing.
     logical: N_L, the tokens of a logical page.
-    runs: `key_runs` of these tokens; None if no two of them share a logical page, as in decode.
+    runs: `key_runs` of these tokens; None if no two tokens share a logical page, as in decode.
 
     Returns the statistics; a donated array is written in place. Raises ValueError if the shapes do
     not fit together, if there are 2**31 slots or more, or if the named implementation cannot run
@@ -98,9 +98,10 @@ def plan_selection(
 ) -> DecodeSchedule | None:
     """The schedule of `select_pages` for these rows, to be made once for all layers.
 
-    num_pages, selects, implementation: as in `select_pages`. logical_pages: C.
+    num_pages, selects, implementation: as in `select_pages`.
+    logical_pages: C.
 
-    Returns None where the implementation works without one.
+    Returns None where the implementation works without a schedule.
     """
     if not (backend.runs_kernels(implementation) and select_sm90.has_tiles(logical_pages)):
         return None
@@ -122,20 +123,21 @@ def select_pages(
     eq. 2).
 
     A logical page's score is the sum over channels of max(q * k_max, q * k_min), an upper bound of
-    q·k in it. A page's score is the largest over its logical pages and the row's queries.
+    q·k for its keys. A page's score is the maximum over its logical pages and the row's queries.
 
     q: [R, G, D]; a row is a sequence's KV head with all of its query heads, or one query head.
     statistics: [N, C, 2D].
     tables: [R, M] int32 page ids in token order.
-    num_pages: [R] int32 pages of the row with tokens. The last page is not scored, because
-        attention always reads it.
-    count: the number of selected pages; a row that selects must have more pages.
-    selects: [R] bool, which rows select; None means all. Other rows cost no work.
+    num_pages: [R] int32, the row's number of pages with tokens. The last page is not scored,
+        because attention always reads it.
+    count: the number of selected pages. A row that selects must have more than `count` pages.
+    selects: [R] bool, whether each row selects; None means that all rows do. Other rows cost no
+        work.
     schedule: `plan_selection` of these rows, made for all layers; None makes one for this call.
 
-    Returns entries of the table [R, count] int32, best first, ties by the lower entry; anything for
-    rows that do not select. Raises ValueError if the shapes do not fit together, or if the named
-    implementation cannot run them.
+    Returns columns of the table [R, count] int32, ordered by descending score, then by ascending
+    column. Rows that do not select may have anything. Raises ValueError if the shapes do not fit
+    together, or if the named implementation cannot run them.
     """
     found = sizes(
         q=(q_RxGxD, "R G D"), statistics=(statistics_NxCx2D, "N C 2D"), tables=(tables_RxM, "R M"),

@@ -1,16 +1,18 @@
 """Scores of pages on Hopper (LServe §3.5.2, eq. 2). XLA's top_k selects the best pages.
 
-The statistics of a page are 2 * C rows of D values, alternately k_max and k_min of a logical page.
+The statistics of a page are 2 * C rows of D values: k_max and k_min of each logical page in turn.
 Because k_max >= k_min, max(q * k_max, q * k_min) is max(q, 0) * k_max + min(q, 0) * k_min. So a
-logical page's score is the sum of two products, with two adjacent rows. For all query heads of a KV
-head, a thread block multiplies each row of a tile with max(q, 0) and with min(q, 0), keeps the
-product that belongs to the row, and adds that of the next row. As in decode
-(paged_attention/decode_sm90.py) one warpgroup computes and another one fetches, with one TMA a
-page, and a schedule gives each thread block an equal part of the work.
+logical page's score is the sum of two products, one per row. A thread block multiplies each row of
+a tile by max(q, 0) and by min(q, 0), for all query heads of a KV head. In k_max rows it keeps the
+product with max(q, 0), in k_min rows the product with min(q, 0), and then it adds the products of
+each row and the next row.
 
-Floor: the 2 * C * D values of each scored page are read once. The kernel also writes one float32 a
-row, 1/64 of the bytes at D = 128 and 16 bits; every second one is unused. XLA reads the numbers of
-all pages of the table.
+As in decode (paged_attention/decode_sm90.py) one warpgroup computes and another one fetches, with
+one TMA per page. A schedule gives each thread block an equal part of the work.
+
+Floor: the 2 * C * D values of each scored page are read once. The kernel also writes one float32
+per row, which is 1/64 of the bytes at D = 128 and 16 bits. Every second float32 is unused. XLA then
+reads the scores of all pages of the table.
 """
 
 from dataclasses import replace
@@ -26,9 +28,9 @@ from pallas_kernels.attention.tiles import LAYOUT, index_of
 from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
 
 ROWS = 128  # Rows of statistics in a tile.
-STAGES = 3  # Tiles under way, as the shared memory of two thread blocks allows at D = 128.
-QUERY_SLOTS = 2  # Items whose queries are in shared memory.
-TILE_ROWS = 8  # Rows of a swizzled tile, which must divide the rows of a page.
+STAGES = 3  # Tiles in flight: as many as fit shared memory with two thread blocks at D = 128.
+QUERY_SLOTS = 2  # Items with queries in shared memory.
+TILE_ROWS = 8  # Rows of a swizzled tile. They must divide the rows of a page.
 MOST_GROUP = 16  # The most query heads of a row.
 
 
@@ -55,8 +57,10 @@ def has_tiles(C: int) -> bool:
 
 
 def schedule_of(num_pages_R, selects_R, C: int) -> DecodeSchedule:
-    """The schedule over all pages of the rows that select, without each row's newest page. C:
-    logical pages of a page."""
+    """The schedule over all pages of the rows that select, without each row's newest page.
+
+    C: logical pages per page.
+    """
     scored = jnp.where(selects_R, num_pages_R - 1, 0)
     return decode_schedule(scored[:, None], ROWS // (2 * C), empty_rows=False)
 
@@ -74,7 +78,7 @@ def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
 
 
 def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
-    """Scores [R, rows] float32, the largest over the query heads, in every second row only."""
+    """Scores [R, rows] float32, the maximum over the query heads. Only rows 0, 2, ... are valid."""
     R, G, D = q.shape
     N, C, _ = statistics.shape
     pages = ROWS // (2 * C)
@@ -102,7 +106,7 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
                 return lax.fori_loop(begin, end, partial(fetch_tile, row, scored), n)
 
             def fetch_tile(row, scored, tile, n):
-                # All entries are read before the first copy, or each read would wait for a copy.
+                # All entries are read before the first copy; a read after a copy would wait for it.
                 entries = [jnp.minimum(tile * pages + i, scored - 1) for i in range(pages)]
                 ids = [tables_ref[row, entry] for entry in entries]
                 slot = tiles.free(n)
@@ -155,7 +159,7 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
         scratch={
             "signs_s": plgpu.SMEM((QUERY_SLOTS, 2 * columns, D), q.dtype, transforms=swizzled(64)),
             "statistics_s": plgpu.SMEM((STAGES, ROWS, D), q.dtype, transforms=swizzled(64)),
-            # The tile's last row, which is unused, also adds a next row.
+            # The extra rows serve the tile's last row, to which a next row is added for no use.
             "scores_s": plgpu.SMEM((ROWS + TILE_ROWS, columns), jnp.float32),
             "queries": Ring.scratch(QUERY_SLOTS),
             "tiles": Ring.scratch(STAGES, copies=pages),

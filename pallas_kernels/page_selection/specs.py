@@ -25,10 +25,11 @@ LOGICAL = 16  # tokens of a logical page
 
 @dataclass(frozen=True)
 class Selection:
-    """sequences: each has `heads.K` rows. Half of these are streaming heads and do not select.
+    """sequences: the number of sequences. Each has `heads.K` rows. Half of the rows are streaming
+        heads and do not select.
     context: the most tokens of a sequence.
     budget: tokens that attention reads.
-    selecting: one in `selecting` sequences selects in this step.
+    selecting: one in `selecting` sequences selects pages in this step.
     """
 
     heads: Heads
@@ -77,7 +78,7 @@ def select(shapes: Selection) -> Spec:
         return {"schedule": schedule}
 
     def balanced(schedule, num_pages_R, selects_R):
-        """Results of parts of a row need no merge. A tile has several pages."""
+        """The balance without partial results, because parts of a row need no merge."""
         scored = np.where(selects_R, np.asarray(num_pages_R, np.int64) - 1, 0)
         return balance(
             -(-scored // (select_sm90.ROWS // (2 * C))), schedule.items, schedule.block_items,
@@ -97,9 +98,9 @@ def write(
     heads: Heads, counts: tuple[int, ...], *, num_pages: int = 65536, page_size: int = 64,
     dtype="bfloat16",
 ) -> Spec:  # fmt: skip
-    """Chunks of `counts` tokens that begin anywhere in pages of their own, then a token of padding.
-    The second half of the heads streams, and has no statistics. With chunks of one token the call
-    is a decode step's."""
+    """A write of chunks of `counts` tokens, which begin at random offsets in pages of their own. A
+    padding token follows. The second half of the heads streams, and has no statistics. Chunks of
+    one token are a decode step."""
     (K, D), T, C = (heads.K, heads.D), sum(counts) + 1, page_size // LOGICAL
     places = num_pages * page_size
 
@@ -134,8 +135,8 @@ def write(
         }
 
     def cost(arguments) -> Cost:
-        """Keys are read once. A chunk has at least one run for each `LOGICAL` tokens, and for each
-        run a head's statistics are read and written."""
+        """The cost if keys are read once, and statistics are read and written once per run. A chunk
+        is taken to have one run for each `LOGICAL` tokens, the fewest possible."""
         heads_with = max(1, K // 2)
         runs = sum(-(-count // LOGICAL) for count in counts)
         return Cost(bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize)

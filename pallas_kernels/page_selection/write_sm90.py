@@ -1,6 +1,7 @@
 """Statistics of new keys on Hopper, in place (LServe §3.5.2).
 
-The kernel has not been timed yet against XLA's gather and scatter, which stay the default.
+XLA's gather and scatter stay the default until both have been timed on a GPU.
+
 Floor: each key is read once, and the statistics of its logical page are read and written once.
 """
 
@@ -21,8 +22,8 @@ def refusal(k) -> str | None:
 
 
 def write(statistics, k, slots, runs, *, logical):
-    """A thread block for each run and head. It reads as many keys at once as a run can have; beyond
-    its own run it reads the run's last key again, which changes no extreme."""
+    """A thread block updates one run of one head. It always reads as many keys as the longest
+    possible run. Beyond its own run it repeats the run's last key, which changes no extreme."""
     N, C, _ = statistics.shape
     T, K, D = k.shape
     if runs is None:

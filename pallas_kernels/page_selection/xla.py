@@ -1,14 +1,14 @@
-"""Fast jnp under jit. Selection works on the rows that select, and reads their pages' statistics
-once: 2 * C * D values a page, which is its floor."""
+"""Fast jnp under jit. Selection costs work only for rows that select. It reads the statistics of
+their pages once, 2 * C * D values per page, which is its floor."""
 
 import jax
 import jax.numpy as jnp
 
-SCORED_PAGES = 64  # Pages whose statistics an iteration reads.
+SCORED_PAGES = 64  # Pages that an iteration scores.
 
 
 def write(statistics, k, slots, runs, *, logical):
-    """Each run is reduced by itself, and then joined to the statistics of its logical page."""
+    """Each run is reduced separately, then combined with its logical page's statistics."""
     N, C, _ = statistics.shape
     T, K, D = k.shape
     k = k.astype(statistics.dtype)
@@ -24,10 +24,10 @@ def write(statistics, k, slots, runs, *, logical):
             runs.counts[:, None] > 0, slots[jnp.minimum(runs.first, T - 1)], N * C * logical
         )
     flat = statistics.reshape(N * C, 2 * D)
-    # Dropped rows have places of their own too, because the scatter promises distinct indices.
+    # Dropped rows have distinct indices too, because the scatter promises distinct indices.
     nowhere = N * C + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
     places = jnp.where(slots < N * C * logical, slots // logical, nowhere)
-    # Without the barrier XLA fuses the read with the write, and copies the array for that.
+    # Without the barrier XLA fuses the read with the write, for which it copies the array.
     old, flat = jax.lax.optimization_barrier((flat.at[places].get(mode="clip"), flat))
     continues = (slots % logical > 0)[..., None]
     highest = jnp.where(continues, jnp.maximum(highest, old[..., :D]), highest)
@@ -38,8 +38,8 @@ def write(statistics, k, slots, runs, *, logical):
 
 
 def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):
-    """k_max >= k_min, so max(q * k_max, q * k_min) is max(q, 0) * k_max + min(q, 0) * k_min: all
-    scores of a page are one product of [max(q, 0) | min(q, 0)] with the stored statistics."""
+    """One product of [max(q, 0) | min(q, 0)] with the stored statistics gives all scores of a page.
+    Because k_max >= k_min, max(q * k_max, q * k_min) is max(q, 0) * k_max + min(q, 0) * k_min."""
     R, G, D = q.shape
     N, C, _ = statistics.shape
     M = tables.shape[1]

@@ -43,11 +43,11 @@ def plan_decode(
     """The schedule of `paged_attention` for these lengths, to be made once for all layers.
 
     lengths, sliding_window, implementation: as in `paged_attention`.
-    head_dim, dtype: of the pools.
-    format, page_size: of `QuantizedPages`, instead of a dtype.
+    head_dim, dtype: D and the dtype of the pools.
+    format, page_size: the format and P of `QuantizedPages`; dtype is then ignored.
 
-    Returns None where the implementation works without one. Raises ValueError if lengths are not
-    [S, K].
+    Returns None where the implementation works without a schedule. Raises ValueError if lengths are
+    not [S, K].
     """
     sizes(lengths=(lengths_SxK, "S K"))
     if not backend.runs_kernels(implementation):
@@ -74,7 +74,7 @@ def plan_prefill(
     query_starts, lengths, sliding_window, implementation: as in `paged_prefill_attention`.
     num_tokens, num_heads, num_kv_heads: T, H and K.
 
-    Returns None where the implementation works without one.
+    Returns None where the implementation works without a schedule.
     """
     if not backend.runs_kernels(implementation):
         return None
@@ -103,28 +103,31 @@ def paged_attention(
     """Decode attention: one query per sequence over the pages of its table (vLLM §4.1, eq. 4).
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
-    k_pages, v_pages: [N, P, D] flat pools; a page holds P tokens of one KV head. Either may be
-              `QuantizedPages`; Hopper's kernel reads them if both are.
-    tables:   [S, K, M] int32 page ids in token order. Entries without a token that is read,
-              beyond the length or before the window, may be anything.
-    lengths:  [S, K] int32 tokens to read, at most M * P. A length of 0, which padding sequences
-              have, gives zeros.
-    page_offset: int32 added to every page id, so that one table serves all layers: a scalar, or [K]
-              where KV heads have pages of their own.
+    k_pages, v_pages: [N, P, D] pools shared by all layers and KV heads. A page holds P tokens of
+              one KV head. Either pool may be `QuantizedPages`; the Hopper kernel reads them if both
+              pools are.
+    tables:   [S, K, M] int32 page ids in token order. Entries whose tokens all lie beyond the
+              length or before the window may be anything.
+    lengths:  [S, K] int32 tokens to read, at most M * P. Padding sequences have length 0 and give
+              zeros.
+    page_offset: int32 added to every page id, so that one table serves all layers. A scalar, or [K]
+              if each KV head has an offset of its own.
     scale:    multiplies q·k; None means D ** -0.5.
     sliding_window: how many of the last tokens are read; None means all.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
-    first:    [S, K] int32, the index in its table of the first token that each head reads, for
-              windows over tables that leave pages out, in place of sliding_window. None means 0, or
-              the start of the sliding window. Kernels do not support it.
+    first:    [S, K] int32, the first token that each head reads, as an index into the tokens of its
+              table. It replaces sliding_window for tables that omit pages. None means 0, or the
+              start of the sliding window. Kernels do not support it.
     return_lse: whether to return the log-sum-exp of the scores too.
     return_scores: whether to return the scores too.
     schedule: `plan_decode` of these lengths, made for all layers; None makes one for this call.
 
-    Returns [S, H, D] in q's dtype. With return_lse it also returns the log-sum-exp [S, H] float32,
-    -inf where nothing is read, by which attention over several parts of a sequence can be merged.
-    With return_scores it also returns, last, the scores [S, H, M * P] float32 in the order of the
-    table, -inf for tokens that are not read: exp(score - log-sum-exp) is a token's probability.
+    Returns [S, H, D] in q's dtype, then the optional results:
+    the log-sum-exp [S, H] float32, -inf for heads without tokens to read, with which attention over
+    several parts of a sequence can be merged;
+    the scores [S, H, M * P] float32 in the order of the table, -inf for tokens that are not read. A
+    token's probability is exp(score - log-sum-exp).
+
     The kernels have no derivative. Raises ValueError if arguments do not fit together, or if the
     named implementation cannot run them.
     """
@@ -178,14 +181,14 @@ def paged_prefill_attention(
 ):
     """Causal attention of ragged chunks over pages that already hold the chunks' own tokens.
 
-    q:        [T, H, D] queries. Rows query_starts[s] to query_starts[s + 1] - 1 are sequence s's.
+    q:        [T, H, D] queries. Sequence s has rows query_starts[s] to query_starts[s + 1] - 1.
     k_pages, v_pages, tables [S, K, M], page_offset, scale, sliding_window, soft_cap: as in
               `paged_attention`.
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     lengths:  [S] int32 tokens of each sequence in the cache, including the chunk's tokens. The last
               query of a chunk sees all tokens, and each query before it sees one token fewer.
-    first:    [T] int32, as in `paged_attention`, the same for all heads, and non-decreasing within
-              each sequence.
+    first:    [T] int32, the first token that each query reads, as in `paged_attention`. It is the
+              same for all heads, and non-decreasing within each sequence.
     schedule: `plan_prefill` of these chunks, made for all layers; None makes one for this call.
 
     Returns [T, H, D] in q's dtype; padding rows hold any finite values. Raises ValueError if
@@ -218,7 +221,7 @@ def paged_prefill_attention(
 
 
 def _skips(first, sliding_window, refusal: str | None) -> tuple[str | None, dict]:
-    """The kernel's refusal, which covers `first`, and `first` as a keyword if it is not None."""
+    """The kernel's refusal, also for a given `first`; and the keyword `first`, if it is given."""
     if first is None:
         return refusal, {}
     if sliding_window is not None:
@@ -231,7 +234,10 @@ def _array(x):
 
 
 def refusal_of(refuse, q, k_pages, v_pages, *more) -> str | None:
-    """Why a kernel cannot run these arguments, or None. refuse: the kernel's own check, or None."""
+    """Why a kernel cannot run these arguments, or None.
+
+    refuse: the kernel's own check, or None.
+    """
     if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
         return "it reads no quantised pages"
     return refuse and refuse(q, k_pages, v_pages, *more)

@@ -1,4 +1,4 @@
-"""How evenly decode's and prefill's schedules spread the tiles of keys over thread blocks."""
+"""How evenly the schedules of decode and prefill spread the tiles of keys over thread blocks."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,11 @@ FLOAT32 = 4  # bytes
 
 
 def of_rows(tiles_R, schedule: DecodeSchedule, heads: Heads, kv_bytes: int) -> Balance:
-    """The balance of a decode schedule. tiles: [R], of each sequence's KV head."""
+    """The balance of a decode schedule.
+
+    tiles: [R], the number of tiles of each sequence's KV head.
+    kv_bytes: bytes of all keys and values that are read.
+    """
     return balance(
         tiles_R,
         schedule.items,
@@ -37,8 +41,11 @@ def of_decode(shapes: Attention, schedule: DecodeSchedule, lengths_SxK) -> Balan
 
 
 def of_prefill(shapes: Attention, schedule: PrefillSchedule, keys_read: int) -> Balance:
-    """The balance of a prefill schedule. A thread block runs an item for the query heads that share
-    a tile of rows. keys_read: keys that any query reads, summed over KV heads."""
+    """The balance of a prefill schedule. A thread block runs one item, for all query heads that
+    share a tile of rows.
+
+    keys_read: the number of keys that any query reads, summed over KV heads.
+    """
     (H, K, D), window = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sliding_window
     T = shapes.sequences * shapes.chunk
     assert schedule.key_tiles is None
@@ -46,7 +53,7 @@ def of_prefill(shapes: Attention, schedule: PrefillSchedule, keys_read: int) -> 
     _, at, row = np.unique(
         np.stack([sequence, head, base, lo]), axis=1, return_index=True, return_inverse=True
     )
-    # An item's rows see keys from the first key that the first row sees to the last row's own key.
+    # An item's rows see the keys from the first row's first visible key to the last row's own key.
     keys = np.maximum(position + hi, 0)[at]
     first = np.maximum((position + lo)[at] + 1 - (window or 2**30), 0)
     tile = prefill_sm90.KV_TILE

@@ -1,8 +1,8 @@
 """Paged decode attention for Ampere and Ada: split-KV, cp.async and mma.sync.
 
 No GPU has run the kernel, and its speed is unknown, so it runs only by name. It compiles for sm_80
-without spills, and its results in the interpreter are right. But copies end at once in the
-interpreter, so a test replays copies and waits in order to show that the kernel waits for copies.
+without spills, and its results in the interpreter are right. In the interpreter copies end at once.
+So a test replays the kernel's copies and waits to show that the kernel waits for each copy.
 
 Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dtype.
 """
@@ -17,8 +17,8 @@ from pallas_kernels.attention import split_kv, tiles
 from pallas_kernels.attention.tiles import columns
 from pallas_kernels.mosaic import copy_async, mma, pl, plgpu, store, swizzled, tiled, wait_copies
 
-COPIED_AT_ONCE = 128  # Elements, one for each thread.
-STAGE_BYTES = 64 * 1024  # Of the keys and values that a thread block has in flight.
+COPIED_AT_ONCE = 128  # Elements of one copy, one per thread.
+STAGE_BYTES = 64 * 1024  # Bytes of keys and values that a thread block has in flight.
 
 refusal = split_kv.refusal
 
@@ -33,7 +33,7 @@ def decode(
 ):  # fmt: skip
     (_, H, D), P, K, dtype = q.shape, k_pages.shape[1], tables.shape[1], q.dtype
     G = H // K
-    if G * D < COPIED_AT_ONCE:  # A single head of 64 elements is computed twice.
+    if G * D < COPIED_AT_ONCE:  # A single query head of 64 elements is duplicated.
         found = decode(
             jnp.repeat(q, 2, axis=1), k_pages, v_pages, tables, lengths, page_offset=page_offset,
             scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, schedule=schedule,
@@ -44,11 +44,11 @@ def decode(
     if schedule is None:
         schedule = schedules.decode_schedule(lengths, tile, sliding_window)
     stages = STAGE_BYTES // (2 * tile * D * dtype.itemsize)
-    copies = max(1, tile // P)  # Of the keys of a tile.
+    copies = max(1, tile // P)  # Copies that fetch the keys of a tile.
     rows = min(P, tile)  # Rows of a page in one tile.
-    # Copies end in the order in which they began: for each tile its keys, then its values. Entry n
-    # is for a tile with n further tiles under way. It is the number of copies that may have begun
-    # after the copies of the tile's keys, or after the copies of its values.
+    # Copies end in the order in which they begin: for each tile its keys, then its values. Entry n
+    # is for a tile with n further tiles in flight. It is the number of copies that may begin after
+    # the tile's keys, or after the tile's values.
     after_keys = [(2 * n + 1) * copies for n in range(stages)]
     after_values = [2 * n * copies for n in range(stages)] + after_keys[-1:]
 
@@ -115,8 +115,8 @@ def decode(
         lax.fori_loop(ins.block_items[block], ins.block_items[block + 1], run_item, None)
 
     row_s = plgpu.SMEM((D, N), jnp.float32)
-    # Tiles are half a row wide, so that even for a page of 16 tokens each of the four warps copies
-    # tiles of its own.
+    # Tiles are half a row wide, so that each of the four warps copies separate tiles even for a
+    # page of 16 tokens.
     stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
     out, lse, scores = split_kv.launch(
         paged_decode, "paged_decode", _write, schedule, q, (k_pages, v_pages), tables,

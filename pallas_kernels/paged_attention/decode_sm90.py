@@ -1,7 +1,7 @@
 """Paged decode attention for Hopper: split-KV, one TMA per page (vLLM §4.1; Flash-Decoding).
 
-A thread block has a computing and a fetching warpgroup. The fetching one runs ahead of the
-computing one, through all items of the block, as far as the stages of shared memory allow.
+A thread block has a computing and a fetching warpgroup. The fetching warpgroup runs ahead of the
+computing warpgroup through all items of the block, as far as the stages of shared memory allow.
 
 Floor: the 2 · tokens · K · D keys and values are read once, in the pools' dtype.
 """
@@ -18,8 +18,8 @@ from pallas_kernels.attention.pipeline import Ring, drain
 from pallas_kernels.attention.tiles import columns
 from pallas_kernels.mosaic import pl, plgpu, store, swizzled, whole_product
 
-BLOCK_BYTES = 112 * 1024  # Shared memory of a thread block: a multiprocessor holds two blocks.
-QUERY_SLOTS = 2  # Items whose queries are in shared memory.
+BLOCK_BYTES = 112 * 1024  # Shared memory of a thread block, so that a multiprocessor holds two.
+QUERY_SLOTS = 2  # Items with queries in shared memory.
 
 refusal = split_kv.refusal
 
@@ -88,7 +88,7 @@ def decode(
                     (n, *split_kv.softmax_start(D, N)),
                 )  # fmt: skip
                 state = acc, top, total.sum(axis=0)
-                # The copy of the item before may still read out_s.
+                # The previous item's copy to global memory may still read out_s.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 split_kv.end_item(state, row, place, split_kv.begin_row, out_s, outs)
                 return n

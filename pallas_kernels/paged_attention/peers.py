@@ -1,7 +1,7 @@
-"""Other libraries' attention for the same shapes, for comparison, where it can be imported.
+"""Other libraries' attention for the same shapes, for comparison, if they can be imported.
 
-Some of these kernels do not read pages: JAX's on Mosaic, FlashInfer's prefill, cuDNN and torch get
-the keys and values of each sequence contiguous, which is less work.
+Some of these kernels do not read pages: JAX's kernel on Mosaic, FlashInfer's prefill, cuDNN and
+torch read each sequence's keys and values from contiguous memory, which is less work.
 """
 
 import importlib
@@ -17,8 +17,8 @@ from pallas_kernels.backend import GPU
 from pallas_kernels.specs import Attention
 
 Compiled = tuple[Callable, tuple]  # a function and its arguments
-DTYPE = "float16"  # JAX's attention takes no other.
-TIMED = ("llama-2-7b", "llama-3-8b", "qwen2.5-7b")  # specs; many peers are slow to compile
+DTYPE = "float16"  # the only dtype of JAX's attention
+TIMED = ("llama-2-7b", "llama-3-8b", "qwen2.5-7b")  # few specs, because many peers compile slowly
 _REPEATS = 10
 
 
@@ -44,8 +44,10 @@ def timed(
 
 
 def _jax_attention() -> Callable:
-    """JAX's own causal attention on Mosaic, with FlashAttention-3's schedule. It takes q
-    [B, T, H, D], and k and v [B, T, K, D], in float16; T is a multiple of 128."""
+    """JAX's own causal attention on Mosaic, with FlashAttention-3's schedule.
+
+    Its arguments are q [B, T, H, D], and k and v [B, T, K, D], in float16; T is a multiple of 128.
+    """
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
     config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
     return partial(module.attention, config=config)
@@ -58,7 +60,7 @@ def _attention(shapes: Attention, _: GPU) -> Compiled:
 
 
 def _matmul(shapes: Attention, gpu: GPU) -> Compiled:
-    """[chunk, H * D] times [H * D, H * D], as the projections beside attention."""
+    """The product [chunk, H * D] times [H * D, H * D], as in the projections beside attention."""
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
     width = shapes.heads.H * shapes.heads.D
     a, b = (jax.ShapeDtypeStruct((rows, width), DTYPE) for rows in (shapes.chunk, width))

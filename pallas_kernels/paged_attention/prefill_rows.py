@@ -1,7 +1,6 @@
-"""The rows of prefill on Hopper: which query heads share a tile, how rows are stored and merged.
+"""The rows of prefill on Hopper: query heads that share a tile, and how rows are stored and merged.
 
-A warpgroup has ROWS rows, ordered by query head, with equally many queries of each of its query
-heads.
+A warpgroup has ROWS rows, ordered by query head. Each of its query heads has equally many queries.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +15,16 @@ from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, store
 from pallas_kernels.ragged import ALIGNMENT
 
 ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
-# Registers of a thread. Two computing warpgroups and a fetching one together take what the launch
-# of 384 threads gives, 168 registers each. With a larger sum one warpgroup would wait for ever.
+# Registers of a thread. A launch of 384 threads has 168 registers per thread. Two computing
+# warpgroups and a fetching warpgroup may together take as many; otherwise one would wait for ever.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 40
-FEW_TOKENS = 512  # With at most this many queries, rows of a tile may stay unused.
+FEW_TOKENS = 512  # Up to this number of queries, rows of a tile may stay unused.
 
 
 def packed_heads(G: int, T: int) -> int:
-    """How many of G query heads share a tile of rows, and so the keys and values that it reads.
+    """How many of G query heads share a tile of rows, which reads keys and values once for them.
 
-    A warpgroup has room for 64 // heads queries of each head, rounded down to whole TMA tiles.
+    A warpgroup has 64 // heads queries of each head, rounded down to whole TMA tiles.
     """
     if G in (1, 2, 4, 8) or (G < 8 and T <= FEW_TOKENS):
         return G
@@ -46,7 +45,7 @@ class Results(NamedTuple):
     out: [T, H * D], the attention.
     lse: [I, groups, 2, ROWS], the log-sum-exp of each item's rows, or None.
     partials: [places, groups, 2, ROWS, D], the attention of items that are parts of a tile of rows.
-    partial_lses: [places, groups, 2, ROWS], their log-sum-exp.
+    partial_lses: [places, groups, 2, ROWS], the log-sum-exp of these items' rows.
     """
 
     out: Any
@@ -57,7 +56,7 @@ class Results(NamedTuple):
 
 def merge(schedule, results: Results, heads: int, queries: int):
     """`results.out` and `results.lse`, completed for tiles that are split into several items. The
-    log-sum-exp of such a tile is stored for one of its items."""
+    log-sum-exp of a split tile is stored at one of its items."""
     _, groups, _, _, D = results.partials.shape
 
     def merge_partials(merges_ref, items_ref, partials_ref, partial_lses_ref, refs, *, out_s):
@@ -89,11 +88,11 @@ def merge(schedule, results: Results, heads: int, queries: int):
 
 
 def lse_of_rows(schedule, lses, K: int, T: int, heads: int, queries: int):
-    """The log-sum-exp of rows [H, T], from that of items [I, groups, 2, ROWS]; NEG_INF for rows
-    that see nothing."""
+    """The log-sum-exp [H, T] of rows, from the log-sum-exp [I, groups, 2, ROWS] of items. It is
+    NEG_INF for rows without visible keys."""
     items, groups, _, _ = lses.shape
     _, head, base, lo, hi, _, _, begin, end, place = schedule.items.T
-    # One item of a split tile holds the log-sum-exp over all of them.
+    # One item of a split tile holds the log-sum-exp over all items of the tile.
     merged = (schedule.merges[:, :1] == jnp.arange(items)).any(0)
     whole = (begin < end) & ((place < 0) | merged)
     query = jnp.arange(2 * queries)
@@ -109,7 +108,7 @@ def lse_of_rows(schedule, lses, K: int, T: int, heads: int, queries: int):
 def store_rows(
     acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads: int, queries: int
 ) -> None:
-    """Store the rows of one warpgroup [ROWS, D] that are the sequence's own, by query head."""
+    """Store those rows of a warpgroup [ROWS, D] that belong to the sequence, by query head."""
     D = out_s.shape[-1]
     out_s[...] = acc.astype(out_s.dtype)
     plgpu.commit_smem()

@@ -1,22 +1,23 @@
 """Causal attention of ragged chunks over a paged KV cache on Hopper (vLLM §4.1, §4.3).
 
-A chunk's keys and values are already in the cache, so its queries read everything through the
-table. A thread block runs one item of the schedule (schedule.py): rows of one sequence for one KV
-head, and for as many of its query heads as one tile of rows holds. Two warpgroups compute 64 rows
-each, and a third one fetches. As in FlashAttention, an item goes over the visible keys in tiles of
-128, and keeps for each row a running maximum, a sum of weights and a weighted sum of values:
+A chunk's keys and values are already in the cache, so its queries read all keys and values through
+the block table. A thread block runs one item of the schedule (schedule.py): rows of one sequence
+for one KV head, and for as many of its query heads as one tile of rows holds. Two warpgroups
+compute 64 rows each, and a third warpgroup fetches. As in FlashAttention, an item loops over the
+visible keys in tiles of 128. For each row it keeps a running maximum, a sum of weights and a
+weighted sum of values:
 
     fetching warpgroup:   pages of tile t --TMA--> a slot of shared memory that both have read
     computing warpgroups: begin both s' = q·kᵀ of the next tile and acc + p·v;
                           p' = exp2(s' - max);  acc = acc * decay
 
-The two computing warpgroups take turns: while one's products are under way, the other computes its
-softmax. Long items are split, and a second kernel merges their partial results.
+The two computing warpgroups take turns: while the products of one warpgroup run, the other computes
+its softmax. Long items are split, and a second kernel merges their partial results.
 
-Floor: 4 * D FLOPs per head for each visible pair of query and key, at the tensor cores' 16-bit
-rate; or q, the output, and every visible key and value moved once, at the memory's rate. The kernel
-does more work in tiles on the diagonal, which are masked in part, and in a sequence's last tile, in
-which some rows are unused.
+Floor: the larger of two times. Compute: 4 * D FLOPs per head for each visible pair of query and
+key, at the tensor cores' 16-bit rate. Memory: q, the output, and every visible key and value are
+moved once, at the memory's rate. The kernel does more work in tiles on the diagonal, which are
+partly masked, and in a sequence's last tile, in which some rows are unused.
 """
 
 from dataclasses import replace
@@ -51,9 +52,9 @@ from pallas_kernels.paged_attention.prefill_rows import (
 )
 from pallas_kernels.ragged import ALIGNMENT
 
-KV_TILE = 128  # Keys of one step. The page size must divide it.
-STAGES = 2  # Tiles of keys and values in flight, as shared memory allows at D = 128.
-FIELDS = 10  # Of an item; the last one is the place of its partial result.
+KV_TILE = 128  # Keys of a tile. The page size must divide it.
+STAGES = 2  # Tiles of keys and values in flight: as many as fit shared memory at D = 128.
+FIELDS = 10  # Columns of an item; the last column is the place of its partial result.
 PLACE = FIELDS - 1
 
 refusal = tiles.refusal
@@ -68,8 +69,8 @@ def schedule_of(
 
 
 def launch_shape(T: int, H: int, K: int) -> tuple[int, int, int]:
-    """For queries [T, H, D]: the rows of an item, the rows that all items cover, and the thread
-    blocks of one group of query heads."""
+    """(rows of an item, rows that all items cover, thread blocks of one group of query heads) for
+    queries [T, H, D]."""
     heads = packed_heads(H // K, T)
     blocks = max(1, multiprocessors() // (H // K // heads))
     return 2 * queries_of_warpgroup(heads), padded_rows(T, H // K), blocks
@@ -82,8 +83,8 @@ def prefill(
 ):  # fmt: skip
     """As `paged_prefill_attention`, for shapes that the kernels support and a positive scale.
 
-    A row that sees nothing gives zeros. Tokens of a page beyond the sequence's length or before its
-    window are never used, and may be NaN.
+    A row without visible keys gives zeros. Tokens of a page beyond the sequence's length or before
+    its window are never used, and may be NaN.
     """
     T, H, _ = q.shape
     K = tables.shape[1]
@@ -100,10 +101,12 @@ def attend(
     *, page_offset, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
     returns_lse: bool = False,
 ):  # fmt: skip
-    """Run a schedule of K KV heads. tables: [S, K, M], or [S, 1, M] for all heads.
+    """Run a schedule of K KV heads.
+
+    tables: [S, K, M], or [S, 1, M] for all heads.
 
     Returns the attention [T, H, D] and, with returns_lse, the log-sum-exp of scores [H, T] float32,
-    NEG_INF for rows that see nothing.
+    NEG_INF for rows without visible keys.
     """
     T, H, D = q.shape
     G = H // K
@@ -155,7 +158,7 @@ class Inputs(NamedTuple):
     q: [T, H * D] queries.
     k, v: [N, P, D] pools.
     tables: [S, K or 1, M] page ids.
-    items, key_tiles: of the schedule; key_tiles may be None.
+    items, key_tiles: the fields of `PrefillSchedule`; key_tiles may be None.
     offset: [1] or [K], added to page ids.
     """
 
@@ -197,7 +200,7 @@ def _attend(
         to_base_2 = LOG2_E * (scale if soft_cap is None else soft_cap)
 
         def mask(first_key, s):
-            # Relative to the tile, so that an element costs a comparison with a constant.
+            # Rows are relative to the tile, so that each element is compared with a constant.
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT.reduce(1))
             query = lax.rem(row, jnp.int32(queries)) + (my_position - first_key)
             query = rows(query, s.shape)
@@ -231,7 +234,8 @@ def _attend(
             plgpu.wgmma(s_ref, my_q, k_s.at[keys.wait(entry)].transpose((1, 0)))
 
         def softmax(entry, s, top, total):
-            """Weights in the values' dtype, new maxima and sums, and the scale of earlier sums."""
+            """The weights in the values' dtype, the new maxima, the new sums, and the factor of the
+            earlier sums."""
             keys.hand_back(entry)
             first_key = key_tile(entry) * KV_TILE
             if soft_cap is not None:
@@ -275,8 +279,8 @@ def _attend(
             return s_ref[...]
 
         def finish(acc, top, total):
-            # The item's fields are read again: to hold them, or their address, through the loop
-            # would take too many registers. The compiler does not see that `again` is `item`.
+            # The item's fields are read again, because the fields, or their address, would take too
+            # many registers during the loop. The compiler does not see that `again` is `item`.
             again = item + jnp.minimum(end - begin, 0)
             kv_head, base, lo, hi, place = (ins.items[again, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)
@@ -330,7 +334,7 @@ def _attend(
                 copies = partial(copy, ids, pool, buffer.at[slot], ring.filled.at[slot])
                 pl.when(entry < end)(copies)
 
-        # After the last tile it only waits, because no barrier may end with pending arrivals.
+        # After the last tile the loop only waits, because no barrier may end with pending arrivals.
         lax.fori_loop(begin, end + STAGES, fetch_tile, None)
 
     def write_zeros():
@@ -341,7 +345,7 @@ def _attend(
         )  # fmt: skip
         plgpu.wait_smem_to_gmem(0)
 
-    # Branches exclude each other, so that none holds another branch's values in registers.
+    # Branches exclude each other, so that no branch holds another branch's values in registers.
     @pl.when(hi > lo)
     def run():
         lax.cond(

@@ -32,7 +32,7 @@ def decode(
     if first is not None:
         seen &= index >= first[..., None]
     probs = jax.nn.softmax(scores, where=seen[:, :, None], axis=-1)
-    # The softmax of a row that sees nothing is undefined. The op promises zeros there.
+    # The softmax of a row without visible keys is undefined. The op promises zeros there.
     probs = jnp.where(seen[:, :, None], probs, 0.0)
     v = jnp.where(seen[..., None], v, 0.0)
     out = jnp.einsum("skgt,sktd->skgd", probs, v, precision="highest")
@@ -47,7 +47,7 @@ def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
     soft_cap, schedule=None, first=None,
 ):  # fmt: skip
-    """Each query row becomes a decode query whose length ends at the row's own position."""
+    """Each query row becomes a decode query with a length that ends at the row's position."""
     T = q.shape[0]
     S, K, _ = tables.shape
     row = jnp.arange(T)

@@ -143,9 +143,9 @@ def _named(default: Attention) -> dict[str, Attention]:
 
 
 def _lserve(heads: Heads, sequences: int) -> Attention:
-    """LServe's decode: a row for each KV head, with a table for 64k tokens. The first half of a
+    """LServe's decode. Each KV head has a row, and a table for 64k tokens. The first half of a
     sequence's heads is dense and reads 63 selected pages. The second half streams and reads 128 +
-    256 tokens. Both also read 33 tokens of their newest page."""
+    256 tokens. All heads also read 33 tokens of their newest page."""
     each, of_dense, of_streaming = heads.K // 2, 63 * 64 + 33, 128 + 256 + 33
     return Attention(
         Heads(heads.H // heads.K, 1, heads.D), sequences * heads.K, context=64 * 1024, page_size=64,
@@ -158,15 +158,15 @@ _ONE_LONG = (_LONG, *[1024] * 63)
 DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
     "llama-3-8b-256x512": Attention(_LLAMA, sequences=256, context=512),
     "llama-2-13b-64x512": Attention(HEADS["llama-2-13b"], sequences=64, context=512),
-    # One long sequence among short ones, and a short one in a table for long ones.
+    # One long sequence among short sequences, and short sequences in a table for long ones.
     "llama-3-8b-one-128k": Attention(_LLAMA, sequences=64, context=_LONG, tokens=_ONE_LONG),
     "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
     "llama-3-8b-lserve": _lserve(_LLAMA, sequences=64),
     "llama-2-7b-lserve": _lserve(HEADS["llama-2-7b"], sequences=16),
-    # The most columns of a product, and the most tokens of a tile.
+    # The largest number of columns of a product, and of tokens of a tile.
     "dim64-group16": Attention(Heads(32, 2, 64)),
 }
-# Pages of 8 and of 4 bits, as LServe's.
+# Pages of 8 bits and of 4 bits, as in LServe.
 QUANTISED_SHAPES = {
     f"{name}-kv{bits}": replace(shapes, kv_bits=bits, page_size=64)
     for bits in (8, 4)
@@ -187,7 +187,7 @@ PREFILL_SHAPES = _named(Attention(_LLAMA, sequences=1, context=8192, chunk=8192)
 
 
 def short(shapes: Attention, small: bool) -> Attention:
-    """`shapes`, so short that `reference` has the memory and the time for them."""
+    """`shapes`, shortened until `reference` has enough memory and time for them."""
     context, sequences = (100, 2) if small else (1000, 6)
     chunk = min(shapes.chunk, 40 if small else 150)
     heads = Heads(2 * shapes.heads.H // shapes.heads.K, 2, shapes.heads.D)
@@ -198,8 +198,8 @@ def short(shapes: Attention, small: bool) -> Attention:
 
 
 def _demanding(small: bool, **change) -> dict[str, Attention]:
-    """A long context, which uses each barrier many times, beside short contexts; logits with a
-    standard deviation of 9, and capped logits with one of 40."""
+    """Demanding shapes: a long context, which uses each barrier many times, beside short contexts;
+    logits with a standard deviation of 9; capped logits with a standard deviation of 40."""
     heads, long = (Heads(4, 2), 700) if small else (_LLAMA, _LONG)
     some = Attention(heads, sequences=6, context=150 if small else 1000, ragged=True, **change)
     tokens = (long, 1, long // 9, 129)
@@ -256,7 +256,7 @@ DECODE = Op(
     ),
     timed_peers=partial(peers.timed, peers.DECODE, DECODE_SHAPES),
 )
-# Quantised pages have kernels of their own, and none for Ampere.
+# Quantised pages have separate kernels, and no kernel for Ampere.
 QUANTISED = Op(
     api.DECODE_QUANTISED,
     {name: decode(shapes) for name, shapes in QUANTISED_SHAPES.items()},

@@ -3,10 +3,10 @@
 Work and memory traffic depend on the real lengths, not on the width M of the tables, so one
 compiled program serves every context length.
 
-The sizes below are a compromise. An iteration costs about 30 µs on a CPU before it reads anything,
-so it should read much. But gathered tokens should stay in the cores' caches until they are used,
-and tokens gathered beyond the lengths are wasted. Of 16 to 64 tokens per chunk and 0.5 to 2 MB per
-iteration, these sizes were the best or nearly so for contexts of 100 and 1,000 tokens.
+The sizes below are a compromise. An iteration has an overhead of about 30 µs on a CPU, so it should
+read many bytes. But gathered tokens should stay in the cores' caches until they are used, and
+tokens gathered beyond the lengths are wasted. Chunks of 16 to 64 tokens and iterations of 0.5 to
+2 MB were timed. The sizes below were the fastest or nearly so for contexts of 100 and 1,000 tokens.
 """
 
 import jax
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantization import Codes, QuantizedPages, in_planes, out_of_planes
 
-DECODE_CHUNK = 16  # Consecutive KV tokens of one sequence; at least a page.
+DECODE_CHUNK = 16  # Consecutive KV tokens of a chunk of one sequence; a chunk has at least a page.
 DECODE_BYTES = 2**20  # The most bytes of keys that an iteration of decode gathers.
-DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, over the number of sequences.
+DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, divided by the sequences.
 PREFILL_CHUNK = 128  # KV tokens that an iteration of prefill gathers.
-QUERY_TILE = 64  # Prefill queries that share the tokens of an iteration.
+QUERY_TILE = 64  # Prefill queries that share the gathered tokens of an iteration.
 NEG_INF = -1e30
 
 
 def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
-    """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m], which must be valid.
+    """Keys and values [..., C, D] of the tokens of the pages `ids` [..., m]. All ids must be valid.
     Quantised pages give `Codes`.
 
-    Without the two barriers, XLA on CPUs is twice as slow. Without the first one it would compute
-    the ids inside the copies and not spread the copies over the cores. Without the second one it
-    would copy token by token, while a page as one row is copied in one piece.
+    Without the two barriers, XLA on CPUs is twice as slow. Without the first barrier XLA would
+    compute the ids inside the copies and not spread the copies over the cores. The second barrier
+    keeps a page as one row, which XLA copies in one piece instead of token by token.
     """
     N, P, D = k_pages_NxPxD.shape
     flat_ids = jax.lax.optimization_barrier(ids.reshape(-1))
@@ -44,7 +44,8 @@ def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
 
 
 def scores_of(q, k, scale, soft_cap):
-    """Scores [..., R, C] in float32. Scaling the queries instead would round them once more."""
+    """Scores [..., R, C] in float32. Products are scaled, because scaling the queries would round
+    them once more."""
     if isinstance(k, Codes):
         products = k.products(in_planes(q, k.format))
     else:
@@ -69,11 +70,13 @@ def _only_held(v, held):
 def _attended(scores, seen, v, top=NEG_INF):
     """One step of an online softmax over scores [..., R, C] of tokens with values v [..., C, D].
 
-    seen: which scores count, [..., R, C].
+    seen: whether each score is included, [..., R, C].
     top:  the largest score so far, [..., R].
 
-    Returns the sums of the values weighted by exp(score - top), [..., R, D]; the new largest score,
-    [..., R]; and the sums of the weights, [..., R].
+    Returns three arrays:
+    acc, [..., R, D]: the sums of the values weighted by exp(score - top);
+    top, [..., R]: the new largest score;
+    total, [..., R]: the sums of the weights.
     """
     scores = jnp.where(seen, scores, NEG_INF)
     top = jnp.maximum(top, scores.max(-1))
@@ -82,7 +85,7 @@ def _attended(scores, seen, v, top=NEG_INF):
 
 
 def _result(acc, top, total):
-    """Attention [..., R, D], zeros for rows that have seen nothing, and log-sum-exp [..., R]."""
+    """Attention [..., R, D], zeros for rows without visible keys, and log-sum-exp [..., R]."""
     return acc / jnp.maximum(total, 1e-30)[..., None], top + jnp.log(total)
 
 
@@ -95,11 +98,12 @@ def _first_tokens(lengths, sliding_window, first=None):
 
 
 def _ends(first, lengths, begin, end, P: int, skips: bool):
-    """The columns of a table whose pages are read in part, [S, K, e], and which of the tokens of
-    these pages are read, [S, K, e * P].
+    """The table's columns with pages that are read in part, [S, K, e], and whether each token of
+    these pages is read, [S, K, e * P].
 
-    A sequence reads its tokens `first` to `lengths` - 1 [S, K]; columns `begin` to `end` - 1 of its
-    table are read whole. skips: whether `first` may be above 0.
+    first, lengths: [S, K]; a KV head reads its sequence's tokens `first` to `lengths` - 1.
+    begin, end: [S, K]; the pages in columns `begin` to `end` - 1 are read whole.
+    skips: whether `first` may be above 0.
     """
     parts = [(end, jnp.maximum(first, end * P), lengths)]
     if skips:
@@ -114,19 +118,20 @@ def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
     returns_scores=False, schedule=None, first=None,
 ):  # fmt: skip
-    """Pages that are read in part come first, of all sequences at once; then whole pages in a loop.
+    """The pages that are read in part are computed first, for all sequences at once. Then a loop
+    computes the pages that are read whole.
 
-    Pages that are read in part may hold values of a former owner. These may be NaN, which a weight
-    of 0 does not remove, so they are set to zero. Whole pages need no such pass. In the loop it
-    would take half as long as reading the values.
+    A page that is read in part may hold values of a sequence that owned it before. Such values may
+    be NaN, which a weight of 0 does not remove, so they are set to zero. Whole pages have no such
+    values. In the loop, setting them to zero would take half as long as reading the values.
     """
     S, H, D = q.shape
     _, P, _ = k_pages.shape
     K = tables.shape[1]
     pages = max(1, DECODE_CHUNK // P)
     tokens = min(DECODE_BYTES // (K * D * k_pages.dtype.itemsize), S * DECODE_TOKENS_PER_SEQUENCE)
-    # The chunks of all sequences, one sequence after the other, form one list. An iteration takes W
-    # chunks, so short sequences do not wait for long ones.
+    # The chunks of all sequences, one sequence after the other, form one list. An iteration
+    # computes W chunks of the list, so short sequences do not wait for long ones.
     W = max(1, tokens // (pages * P))
     q_SxKxGxD = q.reshape(S, K, H // K, D)
     skips = first is not None or sliding_window is not None
@@ -138,7 +143,7 @@ def decode(
         return ids + page_offset[..., None]
 
     def keep(all_scores, s, columns, seen, scores):
-        """Put the scores of columns [w, K or 1, c] in their places [S, K, G, M, P]."""
+        """Write the scores of columns [w, K or 1, c] to `all_scores` [S, K, G, M, P]."""
         if not returns_scores:
             return all_scores
         scores = jnp.where(seen, scores, -jnp.inf)
@@ -150,7 +155,7 @@ def decode(
         return all_scores.at[s[:, None, None], heads, :, columns].set(scores, mode="drop")
 
     columns, held = _ends(first, lengths, begin, end, P, skips)
-    # Without a token that is read, an entry of the table may be no valid page id.
+    # An entry of the table may be no valid page id if no token of its page is read.
     some_held = held.reshape(*columns.shape, P).any(-1)
     ids = jnp.where(some_held, listed(jnp.arange(S), columns), 0)
     k, v = _read(k_pages, v_pages, ids)
@@ -161,14 +166,14 @@ def decode(
     kept = keep(kept, jnp.arange(S), columns, seen, scores)
     state = *_attended(scores, seen, v), kept
 
-    # A head without a whole page adds nothing to the list: its columns may be far from the others'.
+    # A head without a whole page adds no chunk, because its columns may be far from other heads'.
     some_whole = end > begin
     first_column = jnp.where(some_whole, begin, tables.shape[-1]).min(1)
     end_column = jnp.where(some_whole, end, 0).max(1)
     counts = jnp.maximum(end_column - first_column + pages - 1, 0) // pages
     ends = jnp.cumsum(counts)
-    # Where a head of a chunk has no whole page, it gathers some whole page of its own sequence:
-    # another sequence's page may hold NaN, which a weight of 0 does not remove.
+    # If a head has no whole page in a chunk, it gathers a whole page of any head of its sequence.
+    # Another sequence's page might hold NaN, which a weight of 0 does not remove.
     fullest = jnp.argmax(end - begin, axis=1)
     own = jnp.arange(S), fullest, begin[jnp.arange(S), fullest]
     whole_page = tables.at[own].get(mode="clip")
@@ -178,7 +183,7 @@ def decode(
     def body(i, state):
         acc, top, total, kept = state
         w = i * W + jnp.arange(W)
-        # Chunks beyond the list add to no sequence.
+        # Chunks beyond the list belong to no sequence.
         sequence = jnp.searchsorted(ends, w, side="right", method="compare_all")
         s = jnp.minimum(sequence, S - 1)
         start = first_column[s] + (w - (ends - counts)[s]) * pages
@@ -217,8 +222,8 @@ def prefill(
     chunk = pages * P
     tile = min(T, QUERY_TILE)
 
-    # A sequence's rows are cut into tiles. The last tile may write into rows of the next sequence,
-    # which that sequence's own tiles overwrite later.
+    # A sequence's rows are cut into tiles. The last tile may write into rows of the next sequence.
+    # The next sequence's own tiles overwrite these rows later.
     counts = query_starts[1:] - query_starts[:-1]
     tiles_before = jnp.cumsum((counts + tile - 1) // tile)
     queries = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
@@ -228,7 +233,7 @@ def prefill(
         start = query_starts[s] + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
         q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile)
         q_KxRxD = q_t.reshape(tile, K, G, D).transpose(1, 2, 0, 3).reshape(K, G * tile, D)
-        # The position of each row in its sequence. Rows beyond the chunk see as much as its last.
+        # Each row's position in its sequence. Rows beyond the chunk see as much as its last row.
         position = lengths[s] - query_starts[s + 1] + start + jnp.arange(tile)
         position = jnp.minimum(position, lengths[s] - 1)
         if firsts is None:
@@ -238,13 +243,13 @@ def prefill(
         last_column = jnp.maximum(lengths[s] - 1, 0) // P
 
         def attend_chunk(j, state):
-            # Without a token that is read, an entry of the table may be no valid page id.
+            # An entry of the table may be no valid page id if no token of its page is read.
             columns = jnp.clip(j * pages + jnp.arange(pages), first[0] // P, last_column)
             ids = tables[s][:, columns] + page_offset[..., None]
             index = j * chunk + jnp.arange(chunk)
             seen = (index <= position[:, None]) & (index >= first[:, None])
             held = (index < lengths[s]) & (index >= first[0])
-            # The other tokens of a page are a former owner's, maybe NaN.
+            # Other tokens of a page may be NaN, left by a sequence that owned the page before.
             k, v = _read(k_pages, v_pages, ids)
             v = _only_held(v, held)
             scores = scores_of(q_KxRxD, k, scale, soft_cap)

@@ -1,4 +1,4 @@
-"""Attention of prompts, with the scores of keys by which a KV cache is compressed (DiffKV §4)."""
+"""Attention of prompts, with the scores of keys that KV cache compression needs (DiffKV §4)."""
 
 from pallas_kernels.prompt_attention.api import (
     QUERY_TILE,

@@ -14,7 +14,8 @@ QUERY_TILE = xla.QUERY_TILE
 
 
 def _of_whole_prompts(chunks: Callable) -> Callable:
-    """`prompt` over prompts that begin and end in this call, each as one chunk of `chunks`."""
+    """`prompt_attention` by an implementation `chunks` of `prompt_chunk_attention`. Each prompt is
+    one chunk."""
 
     def prompt(q, k, v, query_starts, *, by_head, tile, schedule=None, **how):
         K, counts = k.shape[1], query_starts[1:] - query_starts[:-1]
@@ -50,7 +51,7 @@ def plan_prompt_attention(
     query_starts, last_rows, own, by_head, implementation: as in `prompt_attention`.
     num_tokens, num_heads, num_kv_heads: T, H and K.
 
-    Returns None where the implementation works without one.
+    Returns None where the implementation works without a schedule.
     """
     if not backend.runs_kernels(implementation):
         return None
@@ -78,25 +79,26 @@ def prompt_attention(
 ):
     """Causal attention of whole prompts over their own keys, with the scores that the keys receive.
 
-    q, k, v:  [T, H, D] and [T, K, D]. Rows query_starts[s] to query_starts[s + 1] - 1 are prompt
-              s's.
+    q:        [T, H, D] queries.
+    k, v:     [T, K, D]. Prompt s has rows query_starts[s] to query_starts[s + 1] - 1.
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     scale:    multiplies q·k; None means D ** -0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap). The kernel does not support it.
-    sliding_window: int32, which may be traced: how many of the last tokens a query sees, itself
-              included; None means all. The kernel does not support it.
-    last_rows: queries at the end of each prompt whose scores count; None means all.
-    own:      whether a token's score for itself counts.
-    by_head:  True: scores are summed over queries, and then the maximum over a KV head's query
-              heads is taken. False: first the maximum, then the sum.
-    tile:     queries whose scores are added at once. The kernel has a tile of its own.
+    sliding_window: int32, the number of latest tokens that a query sees, itself included. It may be
+              traced. None means all. The kernel does not support it.
+    last_rows: the number of queries at the end of each prompt whose probabilities are summed; None
+              means all queries.
+    own:      whether a token's probability for itself is included.
+    by_head:  True: probabilities are summed over queries, and then the maximum over a KV head's
+              query heads is taken. False: first the maximum, then the sum.
+    tile:     queries whose probabilities are added at once. The kernel has a fixed tile.
     schedule: `plan_prompt_attention` of these prompts, made for all layers; None makes one for this
               call.
 
     Returns the attention [T, H, D] in q's dtype, and the sums [T, K] float32 of the probabilities
-    that each token gets from later tokens. Such a sum divided by the number of later tokens is
-    DiffKV's significance (§4, prompt phase). Padding rows hold any finite values. Raises ValueError
-    if arguments do not fit together, or if the named implementation cannot run them.
+    that each token receives from later tokens. A token's sum divided by the number of later tokens
+    is DiffKV's significance (§4, prompt phase). Padding rows hold any finite values. Raises
+    ValueError if arguments do not fit together, or if the named implementation cannot run them.
     """
     found = sizes(q=(q_TxHxD, "T H D"), k=(k_TxKxD, "T K D"), v=(v_TxKxD, "T K D"))
     check_groups(found["H"], found["K"])
@@ -138,14 +140,15 @@ def prompt_chunk_attention(
 ):
     """`prompt_attention` of chunks of prompts. There is no kernel.
 
+    q, query_starts and the options: as in `prompt_attention`.
     k, v:     [U, K, D], each prompt's tokens in order, up to the end of its chunk.
     key_starts: [S] int32, the row of each prompt's first key.
-    before:   [S] int32, the tokens of each prompt before this chunk.
-    totals:   [S] int32, the tokens of each whole prompt, whose end `last_rows` counts from.
-    sums:     [U, K, G] float32, the sums over former chunks' queries; [U, K, 1] without `by_head`.
-    tile:     as in `prompt_attention`. Sums over chunks equal sums over the whole prompt bit for
-              bit if each chunk except the last is a multiple of `tile`, and the implementation is
-              the same.
+    before:   [S] int32, the number of tokens of each prompt before this chunk.
+    totals:   [S] int32, the number of tokens of each whole prompt, which `last_rows` needs.
+    sums:     [U, K, G] float32, the sums over the queries of earlier chunks; [U, K, 1] without
+              `by_head`.
+    tile:     as in `prompt_attention`. If each chunk except the last is a multiple of `tile`, sums
+              over chunks equal the same implementation's sums over the whole prompt bit for bit.
 
     Returns the attention [T, H, D] and the updated sums. A KV head's sum is the maximum over the
     last axis.

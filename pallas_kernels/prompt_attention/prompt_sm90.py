@@ -1,19 +1,19 @@
 """Attention of whole prompts on Hopper, and the scores that their keys receive (DiffKV §4).
 
-Two kernels do the work. The prefill kernel (paged_attention/prefill_sm90.py) computes the attention
-and each row's log-sum-exp. For it keys and values are copied to pages, and each prompt begins with
-a new page. The second kernel (prompt_scores) computes the scores again, now as probabilities, and
-sums them up.
+Two kernels do most of the work. The prefill kernel (paged_attention/prefill_sm90.py) computes the
+attention and each row's log-sum-exp. It reads keys and values from pages, so they are copied to
+pages first, and each prompt begins with a new page. The second kernel (prompt_scores) computes the
+scores again, turns them into probabilities, and sums these.
 
-An item of prompt_scores is a tile of keys of one KV head. It loops over the tiles of queries from
-there on, and in each over the query heads of the KV head; if sums are by head, an item has one
-query head. Keys are the rows of the products, so a key's sum is the sum of a row. As in decode a
-schedule gives each thread block an equal part of the work. A third kernel adds the sums of parts,
-always in the same order.
+An item of prompt_scores is a tile of keys of one KV head. It loops over the tiles of queries that
+see any of its keys, and in each tile over the query heads of the KV head. If sums are by head, an
+item has only one query head. Keys are the rows of the products, so a key's sum is the sum of a row.
+As in decode a schedule gives each thread block an equal part of the work. A third kernel adds the
+sums of an item's parts, always in the same order.
 
-Floor: that of prefill, and 2 * D FLOPs more per head for each pair of query and key that counts.
-The copy to pages moves keys and values twice more. Unless sums are by head, exp2 is computed once
-for all query heads of a KV head, of the largest exponent.
+Floor: the floor of prefill, and 2 * D more FLOPs per head for each pair of query and key that is
+included in the sums. The copy to pages reads and writes keys and values once more. Unless sums are
+by head, exp2 is computed once per KV head, for the largest exponent of its query heads.
 """
 
 from dataclasses import dataclass, replace
@@ -35,12 +35,12 @@ from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, columns, constant, ro
 from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
 from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
 
-TILE = 128  # Keys, and queries, of a product: half of the keys for each of two warpgroups.
+TILE = 128  # Keys of a tile, and queries of a tile. Two warpgroups compute half of the keys each.
 ROWS = 64
 STAGES = 3  # Tiles of queries in flight.
-KEY_SLOTS = 2  # Items whose keys are in shared memory.
+KEY_SLOTS = 2  # Items with keys in shared memory.
 PAGE = 32  # Tokens of the pages to which keys and values are copied.
-MOST_GROUP = 16  # The most query heads of a KV head.
+MOST_GROUP = 16  # The most query heads per KV head.
 
 
 @jax.tree_util.register_dataclass
@@ -49,13 +49,13 @@ class PromptSchedule:
     """The schedule of a step, for all layers. T rows are padded to whole tiles.
 
     attention: the schedule of the prefill kernel.
-    source: [N * PAGE] int32, the rows that N pages hold.
-    tables: [S, 1, M] int32, the pages of each prompt.
-    ends: [T] int32, for each row the row after its prompt's last; 0 for padding, and in tiles of
-        keys for which no query counts.
+    source: [N * PAGE] int32, the row of k and v that is copied to each token of N pages.
+    tables: [S, 1, M] int32, the page ids of each prompt.
+    ends: [T] int32, for each row the row after its prompt's last row. It is 0 for padding, and in
+        tiles of keys without included queries.
     scores: the schedule of prompt_scores. Its rows are tiles of keys, ordered by KV head (or query
-        head) and then by tile, and its tiles are tiles of queries. Its two counts are the largest
-        and the smallest of a row's `ends`.
+        head) and then by tile. Its tiles are tiles of queries. Its two columns for tokens hold the
+        largest and the smallest of a row's `ends`.
     """
 
     attention: PrefillSchedule
@@ -94,7 +94,7 @@ def schedule_of(
     at = jnp.arange(T)
     prompt = jnp.clip(jnp.searchsorted(query_starts, at, side="right") - 1, 0, S - 1)
     ends = jnp.where(at < query_starts[-1], query_starts[prompt + 1], 0)
-    # The first query that counts for each key: not before the key, and one of the prompt's last.
+    # The first query included in each key's sum: not before the key, and among the last_rows.
     first = at if own else at + 1
     if last_rows is not None:
         first = jnp.maximum(first, ends - last_rows)
@@ -139,8 +139,11 @@ def _pages(x_TxKxD, source):
 
 
 def received(q, k, lse, schedule: PromptSchedule, heads: int, scale, last_rows, own):
-    """The sums [heads, T] of probabilities, of the largest among the query heads that share one of
-    `heads`. Padding may have any sums. lse: to base 2."""
+    """The sums [heads, T] of probabilities. Each probability is the largest among the query heads
+    that share one of `heads`. Padding may have any sums.
+
+    lse: the log-sum-exp of each row, to base 2.
+    """
     (T, H, D), K = q.shape, k.shape[1]
     tiles, of_keys = T // TILE, schedule.scores
     blocks = len(of_keys.merges)
@@ -226,7 +229,7 @@ def _scores(
             of_keys = k_s.at[keys.wait(item), my_keys]
 
             def mask(first_query, p):
-                # Relative to the tile, so that an element costs a comparison with a constant.
+                # Queries are relative to the tile: each element is compared with a constant.
                 query = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=LAYOUT)
                 key = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT.reduce(1))
                 last = ends - first_query
@@ -240,13 +243,13 @@ def _scores(
                 slot = queries.wait(n)
                 s = whole_product((ROWS, TILE), of_keys, q_s.at[slot].transpose((1, 0)))
                 lse = plgpu.load(lse_s.at[slot], layout=LAYOUT.reduce(0), optimized=False)
-                plgpu.commit_smem()  # The copy that comes next must not overtake this read.
+                plgpu.commit_smem()  # The next copy must not overtake this read.
                 queries.hand_back(n)
                 return s * (scale * LOG2_E) - columns(lse, s.shape)
 
             def step(query_tile, carry):
                 n, sums = carry
-                # exp2 of the largest is the largest probability.
+                # exp2 of the largest exponent is the largest probability.
                 largest = lax.fori_loop(
                     1, G, lambda g, x: jnp.maximum(x, exponents_of(n + g)), exponents_of(n)
                 )

@@ -1,4 +1,4 @@
-"""Named arguments of attention of prompts with scores."""
+"""Named arguments of prompt attention with scores."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -31,8 +31,10 @@ _LLAMA = HEADS["llama-3-8b"]
 
 @dataclass(frozen=True)
 class Prompts:
-    """tokens: of each prompt. padding: rows after the last prompt. last_rows, own, by_head: as in
-    `prompt_attention`."""
+    """tokens: the number of tokens of each prompt.
+    padding: the number of rows after the last prompt.
+    last_rows, own, by_head: as in `prompt_attention`.
+    """
 
     heads: Heads
     tokens: tuple[int, ...]
@@ -44,7 +46,7 @@ class Prompts:
 
     @property
     def counted(self) -> int:
-        """Pairs of a query that counts and a key that it sees."""
+        """Pairs of a key and a query, among the last_rows, that sees the key."""
         return sum(
             queries * (2 * n - queries + 1) // 2
             for n in self.tokens
@@ -74,7 +76,7 @@ def prompts(shapes: Prompts) -> Spec:
         pairs = sum(n * (n + 1) // 2 for n in shapes.tokens)
         return Cost(
             bytes=2 * total * (H + K) * D * dtype.itemsize + 4 * total * K,
-            # Scores are computed once more when each row's log-sum-exp is known.
+            # Scores are computed twice: probabilities need each row's log-sum-exp.
             flops=4 * H * D * pairs + 2 * H * D * shapes.counted,
         )
 
@@ -85,7 +87,7 @@ def prompts(shapes: Prompts) -> Spec:
         return {"schedule": schedule}
 
     def balanced(schedule, query_starts):
-        """The balance of prompt_scores. Its rows are tiles of keys, its tiles are of queries."""
+        """The balance of prompt_scores. Its rows are tiles of keys, its tiles tiles of queries."""
         tile, padded, scores = prompt_sm90.TILE, len(schedule.ends), schedule.scores
         begin, end = np.full(padded, padded), np.zeros(padded, np.int64)
         for first, after in itertools.pairwise(np.asarray(query_starts, np.int64)):
@@ -104,7 +106,8 @@ def prompts(shapes: Prompts) -> Spec:
         )
 
     def compare(arguments, found) -> Errors:
-        """The attention's errors, and the largest share of its tolerance in attention or sums."""
+        """The attention's errors, and the largest error of attention or sums as a share of its
+        tolerance."""
         wide = tolerance.wide(arguments)
 
         def expected(arguments):
@@ -129,7 +132,7 @@ PROMPT_SHAPES = {
     "llama-3-8b": Prompts(_LLAMA, (8192,)),
     "llama-3-8b-4x2k": Prompts(_LLAMA, (2048,) * 4),
     "llama-3-8b-ragged": Prompts(_LLAMA, (1500, 1, 700, 129, 0, 1000), padding=766),
-    # As H2O and SnapKV count.
+    # H2O and SnapKV include the score for the token itself, and sum by head.
     "llama-3-8b-own": Prompts(_LLAMA, (4096,), own=True, by_head=True),
     "llama-3-8b-last-rows": Prompts(_LLAMA, (8192,), last_rows=64),
     "qwen2.5-7b": Prompts(HEADS["qwen2.5-7b"], (4096,)),

@@ -1,9 +1,9 @@
-"""Fast jnp under jit: one tile of queries after the other, each over the tiles of its keys."""
+"""Fast jnp under jit: a loop over tiles of queries, and in each a loop over tiles of keys."""
 
 import jax
 import jax.numpy as jnp
 
-QUERY_TILE = 64  # queries of a prompt that share the keys that they read
+QUERY_TILE = 64  # queries of a prompt that read keys together
 KEY_TILE = 128  # keys that a tile of queries reads at a time
 NEG_INF = -1e30
 
@@ -12,14 +12,14 @@ def prompt_chunks(
     q, k, v, query_starts, key_starts, before, totals, sums, *, scale, last_rows, own, by_head,
     tile=QUERY_TILE, soft_cap=None, sliding_window=None,
 ):  # fmt: skip
-    """Each tile of queries reads the keys twice: once for the largest scores and the output, and
-    once for the probabilities, which need the log-sum-exp. Tiles are added to the sums in turn."""
+    """Each tile of queries reads the keys twice: first for the log-sum-exp and the output, then for
+    the probabilities, which need the log-sum-exp. Tiles are added to the sums in order."""
     T, H, D = q.shape
     K = k.shape[1]
     G = H // K
     counts = query_starts[1:] - query_starts[:-1]
     tiles_before = jnp.cumsum((counts + tile - 1) // tile)
-    # A last tile reads beyond its prompt: rows after the prompt are masked, or overwritten later.
+    # A prompt's last tile extends beyond the prompt. The rows beyond are masked or overwritten.
     beyond = ((0, max(tile, KEY_TILE)), (0, 0), (0, 0))
     queries, keys, values, sums = (jnp.pad(x, beyond) for x in (q, k, v, sums))
 
@@ -29,7 +29,7 @@ def prompt_chunks(
         first_query, end_query = query_starts[s], query_starts[s + 1]
         start = first_query + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
         q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile).reshape(tile, K, G, D)
-        # In rows of keys from here on.
+        # From here on, tokens are numbered by rows of keys.
         first, shift = key_starts[s], key_starts[s] + before[s] - first_query
         end, row = end_query + shift, start + shift + jnp.arange(tile)
         trips = (jnp.minimum(start + shift + tile, end) - first + KEY_TILE - 1) // KEY_TILE
@@ -86,7 +86,7 @@ def prompt_chunks(
             before = jax.lax.dynamic_slice_in_dim(sums, at, KEY_TILE, 2)
             return jax.lax.dynamic_update_slice_in_dim(sums, before + probs.sum(2), at, 2)
 
-        if last_rows is not None:  # few tiles have any row that counts
+        if last_rows is not None:  # Few tiles have included queries.
             counts_any = start + shift + tile > first + totals[s] - last_rows
             trips = jnp.where(counts_any, trips, 0)
         return out, jax.lax.fori_loop(nearest, trips, add_chunk, sums)

@@ -1,11 +1,11 @@
 """Codes of tokens in planes, the order in which plain jnp multiplies them.
 
-A byte holds n = 8 / bits elements. To unpack these in channel order, XLA on CPUs writes each
-element by itself, which takes longer than attention. So codes are unpacked by planes of bytes: for
-each group the first element of all bytes, then the second of all bytes, and so on. They are masked
-and not shifted, so an element of plane i is 2 ** (i * bits) times as large as its code. Queries are
-brought into this order, and sums of values back from it, outside of the loops over tokens. Floats
-stay in channel order.
+A byte holds n = 8 / bits elements. To unpack bytes in channel order, XLA on CPUs writes each
+element separately, which takes longer than attention. So codes are unpacked in planes: for each
+group first the first element of all bytes, then the second element of all bytes, and so on.
+Elements are masked and not shifted, so an element of plane i is 2 ** (i * bits) times as large as
+its code. Outside of the loops over tokens, queries are permuted from channel order to planes, and
+sums of values from planes to channel order. Floats stay in channel order.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.quantization.format import KVFormat
 from pallas_kernels.quantization.quantizer import split, unpack
 
-# A product of so few rows is faster with tokens as its rows.
+# With at most this many queries, a product is faster with tokens as its rows.
 FEW_QUERIES = 16
 
 
@@ -26,7 +26,7 @@ class Queries(NamedTuple):
     """Queries for the keys of a format.
 
     planes: [..., R, D] float32, the queries in planes, divided by the planes' factors.
-    sums: [..., R, g] float32, the sum of the query's channels in each group.
+    sums: [..., R, g] float32, the sum of a query's channels in each group.
     """
 
     planes: jax.Array
@@ -60,9 +60,9 @@ class Codes:
 
     @classmethod
     def unpacked(cls, words, scales, format: KVFormat) -> "Codes":
-        """From tokens' words of codes [..., T, C] and scales [..., T, g]. Floats have scale one."""
+        """`Codes` of words of codes [..., T, C] and of scales [..., T, g]. Floats have scale 1."""
         if format.scaled:
-            # XLA would turn a scale into float32 again for each query that it is multiplied with.
+            # Without the barrier XLA would convert a scale to float32 again for each query.
             scale, zero = jax.lax.optimization_barrier(split(scales))
             return cls(_planes(words, format), scale, zero, format)
         one = jnp.ones((*words.shape[:-1], 1), jnp.float32)
@@ -77,7 +77,7 @@ class Codes:
         return products
 
     def weighted_sum(self, weights):
-        """The sums [..., R, D] float32 of the tokens by weights [..., R, T] float32, in planes."""
+        """Sums [..., R, D] float32, in planes, of the tokens weighted by [..., R, T] float32."""
         sums = [
             jnp.einsum("...rt,...td->...rd", weights * scale[..., None, :], codes)
             for codes, scale, _ in self._groups()
@@ -92,8 +92,8 @@ class Codes:
         return replace(self, scale=scale, zero=zero)
 
     def _groups(self):
-        """(codes [..., T, D / g], scale [..., T], zero [..., T]) of each group. An axis of groups
-        would make XLA on CPUs twice as slow."""
+        """(codes [..., T, D / g], scale [..., T], zero [..., T]), one tuple per group. An axis of
+        groups would make XLA on CPUs twice as slow."""
         scales, zeros = (jnp.unstack(x, axis=-1) for x in (self.scale, self.zero))
         return zip(jnp.split(self.codes, len(scales), axis=-1), scales, zeros)
 
@@ -102,8 +102,8 @@ class Codes:
 class ByChannel:
     """Keys with a scale and a zero point for each channel and group of t tokens (KIVI).
 
-    codes: [..., P / t, D, t]. `Codes` has channels in the place of tokens, and tokens in that of
-        channels. So q·k is a weighted sum of D channels, with the query's elements as weights.
+    codes: `Codes` with swapped axes, [..., P / t, D, t]: channels instead of tokens, and tokens
+        instead of channels. So q·k is a sum of D channels, weighted by the query's elements.
     """
 
     codes: Codes
@@ -131,13 +131,16 @@ def _planes(words, format: KVFormat):
     *rest, C = words.shape
     octets = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*rest, format.groups, 1, -1)
     masks = format.most << np.arange(0, 8, format.bits, dtype=np.int32)[:, None]
-    # CPUs have an instruction for signed integers.
+    # On CPUs, one instruction converts signed integers to floats.
     return (octets.astype(jnp.int32) & masks).astype(jnp.float32).reshape(*rest, format.head_dim)
 
 
 def _to_planes(x, format: KVFormat):
-    """Elements [..., D] in the order of `_planes`. Channel order has, from outer to inner, the axes
-    byte of a word, element of a byte, and word; planes have element, word and byte."""
+    """Elements [..., D], permuted from channel order to the order of `_planes`.
+
+    From outer to inner, the axes are (byte of a word, element of a byte, word) in channel order,
+    and (element, word, byte) in planes.
+    """
     if not format.scaled:
         return x
     parts = x.reshape(*x.shape[:-1], format.groups, 4, _per_byte(format), -1)
@@ -153,12 +156,12 @@ def _from_planes(x, format: KVFormat):
 
 
 def channels_in_planes(format: KVFormat):
-    """[D] int32, the channel of each place in planes."""
+    """[D] int32, the channel of each element in planes."""
     return _to_planes(jnp.arange(format.head_dim), format)
 
 
 def plane_factors(format: KVFormat) -> np.ndarray:
-    """[D] float32: how much larger the elements of each plane are than their codes."""
+    """[D] float32, the factor by which each element in planes is larger than its code."""
     if _per_byte(format) == 1:
         return np.ones(format.head_dim, np.float32)
     of_planes = 2.0 ** np.arange(0, 8, format.bits)

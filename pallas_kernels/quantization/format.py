@@ -1,21 +1,21 @@
-"""How keys or values of few bits lie in a page.
+"""The layout of quantised keys or values in a page.
 
-A page holds P tokens of one KV head, as unsigned 32-bit words in two sections: the codes of all its
-tokens, and then their scales and zero points (LServe §3.2: stored after the features, as QServe
-does). A pool of such pages is one array [N, W].
+A page holds P tokens of one KV head, as unsigned 32-bit words in two sections: first the codes of
+all tokens, then the scales and zero points of all tokens (after the features, as in LServe §3.2 and
+QServe). A pool of pages is one array [N, W].
 
     words 0 .. P * C - 1           codes: C = D * bits / 32 words of each token
-    words P * C .. P * (C + g) - 1 scales and zero points: g words of each token, one a group
+    words P * C .. P * (C + g) - 1 scales and zero points: g words of each token, one per group
 
-A token's groups, D / g consecutive channels each, follow each other in whole words, c = C / g words
-each. Element i of a group lies in word i % c, in plane i // c; plane j is the bits from j * bits
-on. If all words of a group are shifted equally, their lowest bits are c neighbouring channels in
-order. A kernel shifts registers, and two words become a pair of 16-bit floats as tensor cores take
-it. Pages of all formats have the same order of channels, so that their results add up. XLA on CPUs
-masks bytes, and has an order of its own (codes.py).
+A token has g groups of D / g consecutive channels. Each group fills c = C / g whole words. Element
+i of a group is in word i % c, in plane i // c. Plane j is the bits from j * bits on. If all words
+of a group are shifted equally, their lowest bits are c neighbouring channels in order. A kernel
+shifts registers, and two words become a pair of 16-bit floats, as tensor cores need it. All formats
+have the same order of channels, so that results of pages of several formats can be added. XLA on
+CPUs masks bytes, and has an order of its own (codes.py).
 
-LServe has one group a token. A group's word is the scale in the low half and the zero point in the
-high half, both float16:
+LServe has one group per token. A group's word has the scale in the low half and the zero point in
+the high half, both float16:
 
     value = zero point + scale * code,   0 <= code < 2 ** bits
 
@@ -26,10 +26,10 @@ The zero point is a value and not a code, so that equal channels need no scale. 
 
 so scales are applied to scores and to probabilities, never to elements.
 
-Elements of 16 and 32 bits are plain floats: they have no scales, and their pages no such section.
+Elements of 16 and 32 bits are plain floats without scales. Their pages have no section of scales.
 
-If C divides P * g, a page is a whole number of rows of C words. The pool is then also an array
-[N, W / C, C], whose row [n, t] has the codes of token t of page n. A kernel copies from it.
+If C divides P * g, a page is a whole number of rows of C words. Kernels then copy from the pool as
+an array [N, W / C, C]. Its row [n, t] has the codes of token t of page n.
 """
 
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ FLOATS = {16: ("float16", "bfloat16"), 32: ("float32",)}
 class KVFormat:
     """The keys, or the values, of one token and KV head.
 
-    bits: of an element.
+    bits: bits of an element.
     head_dim: D.
-    groups: g, each with a scale and a zero point of its own.
+    groups: g, the number of groups of a token. Each group has a scale and a zero point of its own.
     floats: the dtype of elements of 16 or 32 bits.
 
     Raises ValueError for unsupported bits or floats, and for groups that do not fill whole words.
@@ -94,7 +94,7 @@ class KVFormat:
 
     @property
     def code_words(self) -> int:
-        """C."""
+        """C, the words of a token's codes."""
         return self.head_dim * self.bits // WORD_BITS
 
     @property
@@ -103,9 +103,9 @@ class KVFormat:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token with its scales and zero points: D * bits / 8, and 4 * g if scaled."""
+        """Bytes of a token: D * bits / 8, and 4 * g more for scales and zero points if scaled."""
         return self.token_words * WORD_BITS // 8
 
     def page_words(self, page_size: int) -> int:
-        """W."""
+        """W, the words of a page."""
         return page_size * self.token_words

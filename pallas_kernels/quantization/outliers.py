@@ -1,9 +1,9 @@
-"""Outliers: a token's elements farthest from the others. They are kept in 16 bits, with their
-channels, so that they do not widen the scale of all other elements (QAQ, arXiv:2403.04643).
+"""Outliers: the elements of a token farthest from its other elements. They are stored separately,
+in 16 bits, so that they do not widen the scale of all other elements (QAQ, arXiv:2403.04643).
 
 Every token has the same number of outliers: the elements farthest from their group's median. An
-outlier is one word: the value, float16, in the low half and its channel in the high half. QAQ takes
-a share of all elements, the largest and the smallest ones, as a sparse matrix [M: from memory of
+outlier is one word, with the float16 value in the low half and the channel in the high half. QAQ
+stores a share of all elements, the largest and the smallest, as a sparse matrix [M: from memory of
 the paper, unchecked].
 """
 
@@ -18,8 +18,8 @@ from pallas_kernels.quantization.quantizer import LIMIT, quantize
 
 
 def quantize_but(x, format: KVFormat, count: int):
-    """x [..., D] as codes [..., C], scales and zero points [..., g] and `count` outliers [..., o],
-    uint32 words each. The outliers' codes are not used."""
+    """x [..., D] as codes [..., C], scales and zero points [..., g], and outliers [..., o] with
+    o = `count`. All three are uint32 words. The codes of outliers are meaningless."""
     x = x.astype(jnp.float32)
     of_groups = x.reshape(*x.shape[:-1], format.groups, -1)
     median = jnp.broadcast_to(jnp.median(of_groups, -1, keepdims=True), of_groups.shape)
@@ -33,7 +33,7 @@ def quantize_but(x, format: KVFormat, count: int):
 
 
 def put_back(elements, words):
-    """Elements [..., D] float32 with the outliers [..., o] in their channels."""
+    """The elements [..., D] float32, with the outliers [..., o] written to their channels."""
     values, channels = _split(words)
     at = jnp.arange(elements.shape[-1])
     for i in range(words.shape[-1]):
@@ -42,8 +42,8 @@ def put_back(elements, words):
 
 
 def as_codes(codes: Codes, words, held) -> Codes:
-    """`codes`, in which tokens that are `held` [..., T] have their outliers [..., T, o] as codes.
-    Such codes are fractions."""
+    """`codes` with the outliers [..., T, o] of `held` tokens [..., T] as codes. The code of an
+    outlier is not an integer."""
     if not words.shape[-1]:
         return codes
     values, channels = _split(words)

@@ -1,4 +1,4 @@
-"""A pool of quantised pages. Attention and `write_kv` take it in the place of an array."""
+"""A pool of quantised pages, which attention and `write_kv` accept instead of an array."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +13,7 @@ from pallas_kernels.quantization.quantizer import dequantize, quantize
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedPages:
-    """words: [N, W] uint32, pages as pallas_kernels/quantization/format.py lays them out."""
+    """words: [N, W] uint32, pages in the layout of pallas_kernels/quantization/format.py."""
 
     words: jax.Array
     format: KVFormat = field(metadata={"static": True})
@@ -26,7 +26,7 @@ class QuantizedPages:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(N, P, D), of the pages' elements."""
+        """(N, P, D), as if pages held plain elements."""
         return self.words.shape[0], self.page_size, self.format.head_dim
 
     @property
@@ -64,8 +64,10 @@ class QuantizedPages:
 
 
 def put_words(words_NxW, page, first, new):
-    """The words [N, W] with `new` [n, w] at [page, first .. first + w - 1]; page, first: [n] int32.
-    Words for pages from N on are dropped. All places must be distinct, those of dropped words too.
+    """The words [N, W] with `new` [n, w] at [page, first .. first + w - 1].
+
+    page, first: [n] int32. Words for pages from N on are dropped. All (page, first) must be
+        distinct, also for dropped words.
     """
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)

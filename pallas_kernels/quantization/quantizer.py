@@ -1,7 +1,8 @@
-"""The quantiser: asymmetric, for each token and group by itself, when the token is written.
+"""The quantiser: asymmetric, separate for each token and group, run when the token is written.
 
 Scale and zero point are stored in 16 bits. The zero point is rounded down and the scale up, so that
-the codes reach from the smallest to the largest value and every element is within half a scale.
+the codes cover the range from the smallest to the largest value. So the error of every element is
+at most half a scale.
 """
 
 import jax
@@ -13,11 +14,12 @@ LIMIT = float(jnp.finfo(jnp.float16).max) / 2  # so that the range from -LIMIT t
 
 
 def quantize(x, format: KVFormat):
-    """x [..., D] to its codes [..., C] and its scales and zero points [..., g], uint32 words.
+    """x [..., D] as codes [..., C], and as scales and zero points [..., g]; both are uint32 words.
 
-    Each element is off by half a scale at most. Equal elements that float16 can hold are exact.
-    Elements beyond +-`LIMIT` (32,752) are clipped. A group with an element that is not finite reads
-    as NaN. Floats have no scales [..., 0]. Raises ValueError if D is not the format's.
+    The error of an element is at most half a scale. If all elements of a group equal one float16
+    value, they are exact. Elements beyond +-`LIMIT` (32,752) are clipped. A group with an element
+    that is not finite reads as NaN. For floats the scales are empty, [..., 0]. Raises ValueError if
+    D differs from the format's head_dim.
     """
     if x.shape[-1] != format.head_dim:
         raise ValueError(f"a format of head dim {format.head_dim} cannot hold {x.shape}")
@@ -57,15 +59,15 @@ def pack(codes, format: KVFormat):
 
 
 def unpack(words, format: KVFormat):
-    """Words [..., C] as codes [..., D] in float32, or as the floats that they hold. XLA fuses this
-    form with a product."""
+    """Words [..., C] as codes [..., D] in float32, or as floats for a format of floats. XLA fuses
+    this form with a product."""
     of_groups = words.reshape(*words.shape[:-1], format.groups, 1, -1)
     codes = (of_groups >> _shifts(format)) & jnp.uint32(format.most)
     if not format.scaled:
         unsigned = codes.astype(f"uint{format.bits}")
         floats = jax.lax.bitcast_convert_type(unsigned, jnp.dtype(format.floats))
         return floats.astype(jnp.float32).reshape(*words.shape[:-1], -1)
-    # CPUs have an instruction for signed integers.
+    # On CPUs, one instruction converts signed integers to floats.
     return codes.astype(jnp.int32).astype(jnp.float32).reshape(*words.shape[:-1], -1)
 
 
@@ -91,7 +93,7 @@ def _shifts(format: KVFormat):
 
 
 def _rounded_up(x):
-    """The smallest float16 that is not below x, float32 within its range."""
+    """The smallest float16 that is at least x, a float32 within the range of float16."""
     nearest = x.astype(jnp.float16)
     above = jnp.nextafter(nearest, jnp.float16(jnp.inf))
     return jnp.where(nearest.astype(jnp.float32) < x, above, nearest)

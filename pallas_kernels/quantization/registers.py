@@ -1,12 +1,14 @@
 """Quantised tokens in a kernel's registers: words become operands of tensor cores.
 
 The tensor cores multiply 16-bit floats. A code of up to 4 bits becomes the lowest mantissa bits of
-such a float, which then is 128 + code in bfloat16 and 1024 + code in float16, without arithmetic. A
-code of 8 bits does not fit a bfloat16's mantissa, so the kernel puts its bits into two floats and
-subtracts these, exactly: code - 128. The number that is added to codes, `offset`, is subtracted
-from sums, never from elements. This costs bits of a float32. With rounded sums of D = 128 elements
-the error is up to 2 * D * 2**-24 * 1039 = 1/64 of a step of the code per unit of |q|; the codes'
-own error is up to 1/2. A 32-bit word is shifted whole and masked as two 16-bit halves, because a
+a 16-bit float, without arithmetic. The float's value is 128 + code in bfloat16 and 1024 + code in
+float16. A code of 8 bits does not fit a bfloat16's mantissa. So the kernel puts its bits into two
+floats, and their exact difference is code - 128.
+
+The number that is added to codes, `offset`, is subtracted from sums, never from elements. This
+costs bits of a float32. With rounded sums of D = 128 elements the error is up to
+2 * D * 2**-24 * 1039 = 1/64 of a step of the code per unit of |q|. The error of quantisation itself
+is up to 1/2 of a step. A 32-bit word is shifted whole and masked as two 16-bit halves, because a
 GPU has no shift of 16-bit pairs.
 """
 
@@ -15,13 +17,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantization.format import KVFormat
 
-# The bits of the float whose lowest mantissa bit is worth one, and the float's value.
+# The bits of the float with a lowest mantissa bit worth 1, and the float's value.
 _ONES = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
-_CENTRE = 128  # which is subtracted from 8-bit codes
+_CENTRE = 128  # subtracted from 8-bit codes
 
 
 def refusal(format: KVFormat, dtype) -> str | None:
-    """Why a kernel cannot multiply elements of this format by those of `dtype`, or None."""
+    """Why a kernel cannot multiply elements of this format by elements of `dtype`, or None."""
     if format.groups > 1:
         return f"keys and values must have one scale for each token, not {format.groups}"
     if not format.scaled and format.floats != str(jnp.dtype(dtype)):
@@ -42,10 +44,10 @@ def offset(format: KVFormat, dtype) -> int:
 
 
 def operand(words_TxC, format: KVFormat, dtype, hidden_zero=0):
-    """Codes [T, D] in `dtype`, plus `offset`, of words [T, C] uint32; floats are not changed.
+    """code + `offset` [T, D] in `dtype`, for words [T, C] uint32. Floats are not changed.
 
-    hidden_zero: int32, a zero that is no constant for the compiler. An instruction that masks one
-    operand and sets bits of another can have one constant, but not two.
+    hidden_zero: int32, a zero that the compiler does not know as a constant. An instruction that
+        masks one operand and sets bits of another can have only one constant.
     """
     hidden = jnp.asarray(hidden_zero).astype(jnp.uint32)
     halves: list[list] = [[], []]
@@ -57,7 +59,7 @@ def operand(words_TxC, format: KVFormat, dtype, hidden_zero=0):
 
 
 def _halves(words, format: KVFormat, dtype, hidden):
-    """The lowest element of the lower and of the upper half of each word."""
+    """The lowest element of each word's lower half, and the lowest element of its upper half."""
 
     def floats(words):
         for half in (words, words >> jnp.uint32(16)):
@@ -82,7 +84,7 @@ def _halves(words, format: KVFormat, dtype, hidden):
 
 
 def scale_and_zero(words):
-    """Both in float32, of words [T] that hold them as float16."""
+    """Scales and zero points [T] float32, from words [T] that hold both as float16."""
 
     def half(word):
         bits = word.astype(jnp.uint16)

@@ -19,8 +19,11 @@ DECODE = {
 def plan_mixed_decode(
     counts_SxKxI, formats: tuple[PageFormat, ...], *, implementation: str | None = None
 ) -> DecodeSchedule | None:
-    """The schedule of `mixed_precision_attention`, which depends only on the counts of tokens.
-    Returns None where the implementation works without one."""
+    """The schedule of `mixed_precision_attention`, to be made once for all layers.
+
+    counts, formats, implementation: as in `mixed_precision_attention`.
+
+    Returns None where the implementation works without a schedule."""
     not_read = any(format.key_group or format.outliers for format in formats)
     if not_read or not backend.runs_kernels(implementation):
         return None
@@ -46,25 +49,28 @@ def mixed_precision_attention(
 
     q:        [S, H, D] queries; head h reads with KV head h // G.
     words:    [N, W] uint32, unified pages.
-    tables:   [S, K, M] int32 pages of each head. With two precisions, pages of the high one begin
-              at the left end, and pages of the low one at the right end (§5.2). Entries between
-              them may be anything. With three, the highest has the first `single` columns.
-    counts:   [S, K, I] int32 tokens of each of I precisions, from 0 to the capacity of its columns.
-    formats:  of each precision, the highest first.
-    single:   columns of the highest of three precisions alone (§5.3); 0 with two precisions.
+    tables:   [S, K, M] int32 page ids of each sequence's KV head. With two precisions, pages of
+              the high precision fill the row from its left end, and pages of the low precision
+              from its right end (§5.2). Entries between these pages may be anything. With three
+              precisions, the first `single` columns hold pages of the highest precision only,
+              and the other two precisions share the other columns in the same way (§5.3).
+    counts:   [S, K, I] int32 tokens in each of I precisions. No count may exceed the capacity of
+              the precision's columns.
+    formats:  the page format of each precision, the highest precision first.
+    single:   the number of columns for the highest of three precisions; 0 with two precisions.
     scale:    multiplies q·k; None means D ** -0.5.
     soft_cap: scores become soft_cap * tanh(score / soft_cap).
     oldest:   [S] int32. Only tokens with a stored position of at least `oldest` are read; None
               means 0. The kernel does not support it.
-    schedule: `plan_mixed_decode` of these counts; None makes one.
+    schedule: `plan_mixed_decode` of these counts; None makes one for this call.
 
     Returns three results:
-    the attention [S, H, D] in q's dtype, zeros where nothing is read;
-    the log-sum-exp of the scores [S, H] float32, -inf where nothing is read;
-    a tuple of the scores of each precision, [S, K, M, P, G] float32, by the precision's own pages
-    and tokens. The pages of the low precision begin with the right end's. M, P and G may be padded,
-    and scores of tokens that are not read may be anything. exp(score - log-sum-exp) is a token's
-    probability.
+    the attention [S, H, D] in q's dtype, zeros for heads without tokens to read;
+    the log-sum-exp of the scores [S, H] float32, -inf for heads without tokens to read;
+    a tuple with one array of scores per precision, [S, K, M, P, G] float32. Axis M numbers the
+    precision's pages in reading order, so page 0 of the low precision is the table's last entry.
+    Axis P numbers the tokens of a page. M, P and G may be padded. Scores of tokens that are not
+    read may be anything. A token's probability is exp(score - log-sum-exp).
 
     Raises ValueError if arguments do not fit together, or if the named implementation cannot run
     them.

@@ -1,23 +1,24 @@
 """Decode attention over pages of few bits on Hopper (LServe §3.2; DiffKV §6.2).
 
-As in paged_attention/decode_sm90.py a warpgroup computes, another one fetches, and a schedule gives
-each such pair an equal part of the work. A thread block has two pairs, called lanes: only within a
-thread block can fetching warpgroups leave registers to computing ones. A tile is some whole
-quantised pages. Their words go from shared memory to registers, where they become 16-bit floats
-(quantization/registers.py). Keys are multiplied from registers. Values go back to shared memory,
-because only the tensor core can transpose them. Scales and zero points are applied to scores and
-probabilities, never to elements:
+As in paged_attention/decode_sm90.py a warpgroup computes and another one fetches. Such a pair is
+called a lane. A schedule gives each lane an equal part of the work. A thread block has two lanes,
+because fetching warpgroups can leave registers to computing warpgroups only within a thread block.
+
+A tile is a number of whole quantised pages. Their words are loaded from shared memory to registers,
+where they become 16-bit floats (quantization/registers.py). Keys are multiplied from registers.
+Values are stored to shared memory again, because only the tensor core can transpose them. Scales
+and zero points are applied to scores and probabilities, never to elements:
 
     q . k         = scale * (q . c) + zero * sum(q)
     sum of p * v  = (p * scale) . c + p . zero
 
-A row's tokens may have several precisions, each with pages of its own. All tiles of the first
+A row's tokens may have several precisions, each with separate pages. All tiles of the first
 precision come first, then all tiles of the second, and so on. One softmax runs over all tiles.
 
-Floor: the words of the tokens that are read, moved once. A tile of 4-bit keys and 2-bit values
-takes a multiprocessor about 1,500 clocks to read, and a warp about as many instructions to unpack.
-So tiles are as large as the shared memory for two lanes allows, and no work is repeated for an
-element.
+Floor: the words of the tokens that are read are moved once. A multiprocessor needs about 1,500
+clocks to read a tile of 4-bit keys and 2-bit values, and a warp needs about 1,500 instructions to
+unpack it. So tiles are as large as the shared memory for two lanes allows, and no element is
+unpacked twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,10 +53,10 @@ from pallas_kernels.quantized_attention.sections import (
     views_of,
 )
 
-LANES = 2  # Of a thread block.
-STAGES = 2  # Tiles of a lane under way.
-QUERY_SLOTS = 1  # Items of a lane whose queries are in shared memory.
-# Of a thread. All lanes together have the registers of a multiprocessor.
+LANES = 2  # Lanes of a thread block.
+STAGES = 2  # Tiles of a lane in flight.
+QUERY_SLOTS = 1  # Items of a lane with queries in shared memory.
+# Registers of a thread. All lanes together have the registers of a multiprocessor.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 24
 
 
@@ -65,12 +66,12 @@ def decode(
 ):  # fmt: skip
     """Decode over one or more precisions.
 
-    counts: [S, K] tokens of each precision. With a sliding window there must be one precision.
+    counts: [S, K] tokens, one array per precision. A sliding window requires a single precision.
 
-    Returns the attention [S, H, D], its log-sum-exp [S, H] and, with returns_scores, a list of each
-    precision's scores [S, K, pages, rows, N], with pages in the order of reading; otherwise an
-    empty list. `pages` is at least the precision's columns, rows at least P, and N at least G.
-    Scores of tokens that are not read, and of padding heads, may be anything.
+    Returns the attention [S, H, D], the log-sum-exp [S, H], and a list with one array of scores per
+    precision, [S, K, pages, rows, N], with pages in reading order. Without returns_scores the list
+    is empty. `pages` is at least the number of the precision's columns, rows at least P, and N at
+    least G. Scores of tokens that are not read, and of padding heads, may be anything.
     """
     S, H, D = q.shape
     K, M = tables.shape[1:]
@@ -82,7 +83,7 @@ def decode(
     pools = k_words, v_words
     views, place_of_view = views_of(pools, sections)
     sizes, buffers_of = buffers(sections, pages)
-    # The scores of a tile are written whole.
+    # All scores of a tile are written, so the shapes hold whole tiles.
     shapes = [
         (R, pages * pl.cdiv(section.width or M, pages), section.rows, N) for section in sections
     ] * returns_scores
@@ -96,7 +97,7 @@ def decode(
         lane, fetches = lax.rem(warpgroup, LANES), warpgroup >= LANES
         block = lax.axis_index("block") * LANES + lane
         first_item, end_item = ins.block_items[block], ins.block_items[block + 1]
-        hidden_zero = ins.block_items[0]  # the first block's first item, always 0
+        hidden_zero = ins.block_items[0]  # The first block's first item is always 0.
         queries = replace(queries, begin=first_item, offset=lane * QUERY_SLOTS)
         ring = replace(tiles_ring, offset=lane * STAGES)
 
@@ -145,7 +146,7 @@ def decode(
                             ring.filled.at[slot],
                         )
                         if format.scaled:
-                            words = 4 * pl.cdiv(P, 4)  # A copy has a multiple of 16 bytes.
+                            words = 4 * pl.cdiv(P, 4)  # A copy must have a multiple of 16 bytes.
                             plgpu.copy_gmem_to_smem(
                                 ins.pools[which].at[page, pl.ds(of_scales, words)],
                                 scales_s[which].at[slot, pl.ds(at, words)],
@@ -174,7 +175,7 @@ def decode(
                     item, partial(step, row, sums), (n, *split_kv.softmax_start(D, N), zeros)
                 )
                 acc += columns(reduced_rows("add", rest, scratch), acc.shape)
-                # The copy of the item before may still read out_s.
+                # The previous item's copy to global memory may still read out_s.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 state = acc, top, reduced_rows("add", total, scratch)
                 split_kv.end_item(state, row, ins.items[item, 3], split_kv.begin_row, my_out, outs)
@@ -233,12 +234,12 @@ def decode(
                         rest += jnp.where(seen, probs * rows(zero + middle * unit, shape), 0.0)
                     weights = weights.astype(dtype)
                     if values.scaled and (more := registers.offset(values, dtype) + middle):
-                        # The product uses rounded weights, so the offset's share does too.
+                        # The product uses rounded weights, so the offset is subtracted with them too.
                         rest -= weights.astype(jnp.float32) * more
                     weights_of.append(weights)
                 for at, weights in zip(chunks, weights_of):
                     elements = codes(v_s, at, values)
-                    if not values.scaled:  # A former owner's values may be NaN.
+                    if not values.scaled:  # Values that remain from another sequence may be NaN.
                         seen = held(at, elements.shape)
                         elements = jnp.where(seen, elements, jnp.zeros_like(elements))
                     my_values[...] = elements
@@ -284,7 +285,7 @@ def decode(
 
 
 def _held(section: Section, at: int, first_page, shape, first, count, sliding_window):
-    """Which rows of an array, whose rows begin with row `at` of a tile, are attended tokens."""
+    """Mask of an array of `shape` with rows from row `at` of a tile on: true for attended tokens."""
     P, R = section.tokens, section.rows
     offset = tiles.index_of(0, shape, at % R)
     token = (first_page + at // R) * P + offset
@@ -297,7 +298,7 @@ def _held(section: Section, at: int, first_page, shape, first, count, sliding_wi
 
 
 def decode_pages(q, k_pages, v_pages, tables, lengths, *, returns_scores=False, **options):
-    """As the decode of `paged_attention`, over `QuantizedPages`."""
+    """`paged_attention` over `QuantizedPages`."""
     (S, H, _), (K, M), P = q.shape, tables.shape[1:], k_pages.page_size
     out, lse, scores = decode(
         q, k_pages.words, v_pages.words, tables, (lengths,), [Section.of_pages(k_pages, v_pages)],

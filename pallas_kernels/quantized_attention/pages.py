@@ -1,24 +1,25 @@
-"""Unified pages (DiffKV §5.2): all of one size, and each parsed by the format of its tokens.
+"""Unified pages (DiffKV §5.2). All pages have one size; each is parsed by its tokens' format.
 
 A pool is one array [N, W] of unsigned 32-bit words. A page holds tokens of one KV head and of one
-precision, in six sections: the codes of keys; the scales and zero points of keys; the codes of
-values; the scales and zero points of values; scores; positions. Within a section one token lies
-after the other; pallas_kernels/quantization/format.py has the layout of a token's codes and scales.
-Sections begin at multiples of `ALIGNMENT` words, from where GPUs can copy them asynchronously.
-Sections of codes also begin at multiples of a token's words, so that a pool is also an array whose
-rows are tokens.
+precision, in six sections: codes of keys, scales and zero points of keys, codes of values, scales
+and zero points of values, scores, and positions. A section stores one token after the other.
+pallas_kernels/quantization/format.py has the layout of a token's codes and scales. Sections begin
+at multiples of `ALIGNMENT` words, because GPUs can copy asynchronously only from there. Sections of
+codes also begin at multiples of a token's words, so that the pool can be viewed as an array with a
+token per row.
 
     K8V4, head dim 128, P tokens: 32 P | P | 16 P | P | P | P words
 
-Keys may have scales and zero points by channel, one for each group of t tokens (KIVI,
-arXiv:2402.02750). Such a page holds whole groups. A group has, channel by channel, the codes of its
-t tokens, in the layout of t channels of a token. For each channel it has a word of scale and zero
-point, which is D / t words per token. If `scored` is false, the sections of scores and positions
-are empty. Keys and values of few bits may have outliers; their words follow a token's scales
-(quantization/outliers.py).
+Keys may have scales and zero points by channel, one pair for each group of t tokens (KIVI,
+arXiv:2402.02750). Such a page holds whole groups. A group stores the codes channel by channel. The
+codes of one channel, t tokens, have the layout of a token with t channels. Each channel of a group
+has one word of scale and zero point, which is D / t words per token.
+
+If `scored` is false, the sections of scores and positions are empty. Quantised keys and values may
+have outliers. Their words follow a token's scales (quantization/outliers.py).
 
 The number of tokens of a page follows from its words and its format. Attention reads a page's words
-once, and only the format defines their meaning.
+once. Only the format defines their meaning.
 """
 
 import functools
@@ -48,14 +49,21 @@ NAME = re.compile(r"K(\d+)V(\d+)")
 
 
 class Section(NamedTuple):
-    """first: the first word of the section in a page. width: words of each token."""
+    """first: the section's first word in a page.
+    width: the words of each token.
+    """
 
     first: int
     width: int
 
 
 class Tokens(NamedTuple):
-    """Single tokens. keys, values: [n, D]. scores: [n] float32. positions: [n] int32."""
+    """Single tokens.
+
+    keys, values: [n, D].
+    scores: [n] float32.
+    positions: [n] int32.
+    """
 
     keys: jax.Array
     values: jax.Array
@@ -63,7 +71,7 @@ class Tokens(NamedTuple):
     positions: jax.Array
 
     def where(self, these, others: "Tokens") -> "Tokens":
-        """These tokens where `these` [n] is true, and `others` elsewhere."""
+        """This object's tokens where `these` [n] is true, and `others` elsewhere."""
 
         def chosen(x, other):
             return jnp.where(these.reshape(-1, *[1] * (x.ndim - 1)), x, other)
@@ -75,11 +83,13 @@ class Tokens(NamedTuple):
 class PageFormat:
     """How a page of `words` words is parsed: the precision of the keys and values in it.
 
-    key_group: t, the tokens whose keys share a channel's scale; 0 for scales by token.
-    scored: whether the page has tokens' scores and positions.
-    outliers: of a token's keys, and of its values, if these have few bits.
+    keys, values: the formats of a token's keys and values.
+    words: W, the size of a page.
+    key_group: t, the number of tokens that share a channel's key scale; 0 for scales by token.
+    scored: whether the page stores the tokens' scores and positions.
+    outliers: the number of outliers of a token's keys, and of its values. Plain floats have none.
 
-    Raises ValueError if a page holds no token, or no whole group of tokens.
+    Raises ValueError if a page is too small for a token, or for a group of tokens.
     """
 
     keys: KVFormat
@@ -108,14 +118,14 @@ class PageFormat:
 
     @functools.cached_property
     def tokens(self) -> int:
-        """P."""
+        """P, the tokens of a page."""
         widths, step = self._widths, self.key_group or 1
         most = self.words // sum(widths) // step * step
         return next((n for n in range(most, 0, -step) if _sections(widths, n)[1] <= self.words), 0)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token with its scales and zero points, and score and position if stored."""
+        """Bytes of a token, with scales and zero points, and with score and position if stored."""
         return 4 * sum(self._widths)
 
     @functools.cached_property
@@ -158,7 +168,7 @@ class PageFormat:
         return put_back(elements, scales[..., format.scale_words :])
 
     def _quantized(self, x, format: KVFormat) -> list[jax.Array]:
-        """Codes, and scales with the outliers after them."""
+        """The words of codes, and the words of scales followed by outliers."""
         if not (self.outliers and format.scaled):
             return list(quantize(x, format))
         codes, *scales = quantize_but(x, format, self.outliers)
@@ -169,9 +179,12 @@ class PageFormat:
         return q if self.key_group else in_planes(q, self.keys)
 
     def read(self, words_NxW, page, held) -> tuple[Codes | ByChannel, Codes]:
-        """Keys and values of the tokens [n, P] of the pages `page` [n]. Tokens that are not `held`
-        [n, P] read as zeros: a former owner's values may not be finite."""
-        # Without the barriers XLA on CPUs copies words one by one, as attention over pages does.
+        """Keys and values of the tokens [n, P] of the pages `page` [n].
+
+        held: [n, P]. Other tokens read as zeros, because values that remain from another sequence
+            may not be finite. Keys by channel read as zeros only in groups without held tokens.
+        """
+        # Without the barriers XLA on CPUs copies words one by one (paged_attention/xla.py).
         page = jax.lax.optimization_barrier(page)
         rows = take_words(words_NxW, page, 0, self.sections[4].first)
         rows = jax.lax.optimization_barrier(rows)
@@ -190,7 +203,7 @@ class PageFormat:
         return as_codes(unpacked, scales[..., format.scale_words :], held).only(held)
 
     def read_tokens(self, words_NxW, page, at) -> Tokens:
-        """The tokens [n] at places `at` [n] of the pages `page` [n]. Raises ValueError for keys by
+        """The tokens [n] with index `at` [n] in the pages `page` [n]. Raises ValueError for keys by
         channel."""
         if self.key_group:
             raise ValueError(f"{self.name}: tokens are read by groups of {self.key_group}")
@@ -207,11 +220,11 @@ class PageFormat:
         )
 
     def write(self, words_NxW, page, at, tokens: Tokens):
-        """The words [N, W] with tokens written to pages `page` [n] at places `at` [n].
+        """The words [N, W] with tokens written to pages `page` [n] at index `at` [n].
 
-        Tokens for pages from N on are dropped. All places must be distinct, those of dropped tokens
-        too. With a `key_group`, `tokens` are groups of tokens [n, t, …], each at the place of its
-        first token.
+        Tokens for pages from N on are dropped. All (page, at) must be distinct, also for dropped
+        tokens. With a `key_group`, `tokens` are groups of tokens [n, t, …], and `at` is the index
+        of a group's first token.
         """
         if self.key_group:
             keys = quantize(tokens.keys.swapaxes(-1, -2), self._channel)
@@ -230,14 +243,15 @@ class PageFormat:
         return words_NxW
 
     def read_scores(self, words_NxW, page):
-        """Scores and positions [n, P] of the pages `page` [n], without the rest of their words."""
+        """Scores and positions [n, P] of the pages `page` [n]. Other words are not read."""
         first = self.sections[4].first
         span = self.sections[5].first + self.tokens - first
         part = take_words(words_NxW, page, first, span)
         return _floats(part[:, : self.tokens]), _integers(part[:, span - self.tokens :])
 
     def write_scores(self, words_NxW, page, scores_nxP):
-        """The words with new scores [n, P] in pages `page` [n], which are as in `write`."""
+        """The words with new scores [n, P] in the pages `page` [n]. As in `write`, pages from N on
+        are dropped, and all pages must be distinct."""
         first = jnp.full_like(page, self.sections[4].first)
         return put_words(words_NxW, page, first, _words(scores_nxP))
 
@@ -245,12 +259,12 @@ class PageFormat:
 def parse_format(
     name: str, head_dim: int, floats: str, groups: int = 1, key_group: int = 0
 ) -> tuple[KVFormat, KVFormat]:
-    """The formats of keys and values with a name such as K8V4.
+    """The formats of keys and values, from a name such as K8V4.
 
     floats: the dtype of elements of 16 bits.
-    groups: of each token's keys and values.
-    key_group: as in `PageFormat`. With one, the keys' format has head_dim / key_group groups, which
-        only give the number of words of scales.
+    groups: the number of groups of a token's keys, and of its values.
+    key_group: as in `PageFormat`. If it is not 0, the keys' format has head_dim / key_group groups,
+        only so that it has the right number of words of scales.
 
     Raises ValueError for an invalid name, and for formats that do not fill whole words.
     """
@@ -281,7 +295,7 @@ def _widths(keys: KVFormat, values: KVFormat, scored: bool, outliers: int) -> tu
 
 
 def _sections(widths: tuple[int, ...], tokens: int) -> tuple[tuple[Section, ...], int]:
-    """The sections of a page of `tokens` tokens, and the page's number of words."""
+    """The sections of a page of `tokens` tokens, and the page's size in words."""
     sections, end = [], 0
     for number, width in enumerate(widths):
         of_codes = number in (0, 2)

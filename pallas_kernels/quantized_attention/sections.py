@@ -12,8 +12,8 @@ from pallas_kernels.quantization import KVFormat, QuantizedPages, registers
 from pallas_kernels.quantized_attention.pages import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 
-STAGE_BYTES = 42 * 1024  # The most of a tile, as the shared memory of a multiprocessor allows.
-MOST_GROUP = 8  # The most query heads of a KV head.
+STAGE_BYTES = 42 * 1024  # The most bytes of a tile that fit a multiprocessor's shared memory.
+MOST_GROUP = 8  # The most query heads per KV head.
 CHUNK = 64  # Tokens that are unpacked at a time.
 MOST_ROWS = 256  # The most rows of a tile.
 
@@ -22,7 +22,7 @@ MOST_ROWS = 256  # The most rows of a tile.
 class Section:
     """The pages of one precision: their layout, and their columns in tables.
 
-    keys, values: formats.
+    keys, values: the formats of keys and of values.
     tokens: P.
     firsts: the first word in a page of the keys' codes, the keys' scales, the values' codes, and
         the values' scales.
@@ -45,13 +45,16 @@ class Section:
 
     @classmethod
     def of_page(cls, keys: KVFormat, values: KVFormat, page_size: int) -> "Section":
-        """Keys and values have separate pools (pallas_kernels/quantization/format.py)."""
+        """The section of separate pools of keys and values (quantization/format.py)."""
         of_keys, of_values = (page_size * format.code_words for format in (keys, values))
         return cls(keys, values, page_size, (0, of_keys, 0, of_values))
 
     @classmethod
     def of_format(cls, format: PageFormat, run: Run | tuple = ()) -> "Section":
-        """run: the pages' columns in tables, for the kernel; a plan needs none."""
+        """The section of unified pages.
+
+        run: the pages' columns in tables, which the kernel needs and a schedule does not.
+        """
         keys, scales, values, more_scales = (section.first for section in format.sections[:4])
         firsts = keys, scales, values, more_scales
         return cls(format.keys, format.values, format.tokens, firsts, *run)
@@ -102,7 +105,8 @@ def refusal_of_formats(q, words, K: int, formats: tuple[PageFormat, ...]) -> str
 
 
 def pages_of_tile(sections: Sequence[Section]) -> int:
-    """The pages of a tile, the same number for all precisions: their pages have the same size."""
+    """The number of pages of a tile. It is the same for all precisions, because all pages have the
+    same size."""
     return max((pages for pages in (1, 2, 4) if _fits(sections, pages)), default=1)
 
 
@@ -115,7 +119,10 @@ def _fits(sections: Sequence[Section], pages: int) -> bool:
 def schedule_of(
     counts, sections: Sequence[Section], sliding_window: int | None = None
 ) -> schedules.DecodeSchedule:
-    """The schedule of decode. counts: [S, K] tokens of each precision."""
+    """The schedule of decode.
+
+    counts: [S, K] tokens, one array per precision.
+    """
     pages = pages_of_tile(sections)
     tokens = tuple(pages * section.tokens for section in sections)
     if len(sections) == 1:
@@ -124,9 +131,9 @@ def schedule_of(
 
 
 def views_of(pools, sections):
-    """Views [N, rows, C] of the pools, one for each number C of words of a token's codes, and each
-    view's index in `(*pools, *views)`, by (pool, C). Pages stay an axis: a large pool has more rows
-    than an int32 counts."""
+    """Views [N, rows, C] of the pools, one for each number C of words of a token's codes; and the
+    index of each view in `(*pools, *views)`, by (pool, C). Pages are a separate axis, because a
+    large pool has more rows than int32 can number."""
     views: list[jnp.ndarray] = []
     places: dict[tuple[int, int], int] = {}
     for section in sections:
@@ -140,9 +147,9 @@ def views_of(pools, sections):
 
 
 def buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """The buffers in shared memory for the codes of a tile, as (words of a row, rows), and for each
-    precision the index of the keys' buffer and of the values' buffer. Precisions share buffers,
-    because a slot holds a tile of one precision at a time."""
+    """The buffers in shared memory for the codes of a tile, as (words of a row, rows); and for each
+    precision the index of the keys' buffer and the index of the values' buffer. Precisions share
+    buffers, because a slot holds a tile of one precision at a time."""
     sizes: list[tuple[int, int]] = []
     taken_by = []
     for section in sections:
@@ -160,9 +167,9 @@ def buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]
 
 
 def rows_copied_together(sections, taken_by, pools) -> list[int]:
-    """For each buffer of `buffers` the rows of its swizzled tiles, at most 8. They divide the first
-    row of a page's codes, the tokens of a page, and the rows of a page: otherwise a copy would cut
-    a swizzled tile."""
+    """For each buffer of `buffers` the number of rows of its swizzled tiles, at most 8. The number
+    divides the index of the first row of a page's codes, the tokens of a page, and the rows of a
+    page. Otherwise a copy would cut a swizzled tile."""
     found: dict[int, int] = {}
     for section, taken in zip(sections, taken_by, strict=True):
         for which, (buffer, format) in enumerate(zip(taken, section.formats)):

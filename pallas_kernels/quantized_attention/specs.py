@@ -16,19 +16,19 @@ from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
 from pallas_kernels.quantized_attention.sections import Section, pages_of_tile
 from pallas_kernels.specs import HEADS, Cost, Errors, Gates, Heads, Op, Spec, reference, some
 
-LARGEST = 2.4  # the largest element of keys and values that is drawn
-# Tokens in each precision, for heads without tokens of one precision or of any.
+LARGEST = 2.4  # the largest element of drawn keys and values
+# Tokens in each precision, for heads without tokens in one precision or in all precisions.
 _EDGES = np.array([[4, 0, 3], [0, 5, 0], [0, 0, 0]])
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """tokens: of each sequence.
+    """tokens: the number of tokens of each sequence.
     kept: the share of the tokens in each of two or three precisions; other tokens are pruned.
     names: the page formats, the highest precision first.
     page_size: tokens of a page in the highest precision.
-    ragged: whether heads keep different numbers of tokens. They are then drawn, and some heads have
-        no tokens of one precision, or none at all.
+    ragged: whether heads keep different, random numbers of tokens. Then some heads have no tokens
+        in one precision, or no tokens at all.
     """
 
     heads: Heads
@@ -88,13 +88,13 @@ def make(shapes: Mixed) -> Spec:
         }
 
     def read(tokens) -> int:
-        """Bytes of the keys and values of `tokens` tokens in each precision."""
+        """Bytes of keys and values for `tokens`, the number of tokens in each precision."""
         each = [format.keys.token_bytes + format.values.token_bytes for format in formats]
         return sum(count * size for count, size in zip(tokens, each))
 
     def cost(arguments) -> Cost:
-        """Keys and values of the tokens that are read, without their stored scores and positions;
-        the scores that are written; queries and outputs."""
+        """The cost of reading queries and the tokens' keys and values, and of writing scores and
+        outputs. Stored scores and positions are not read."""
         tokens = np.asarray(arguments["counts_SxKxI"]).sum((0, 1)).tolist()
         written = 4 * (H // K) * sum(tokens)
         return Cost(
@@ -115,10 +115,11 @@ def make(shapes: Mixed) -> Spec:
         return balance.of_rows(tiles, schedule, shapes.heads, read(tokens.sum(0).tolist()))
 
     def compare(arguments, found) -> Errors:
-        """The output's errors, and the largest share of its tolerance in output or log-sum-exp."""
+        """The output's errors, and the largest error of output or log-sum-exp as a share of its
+        tolerance."""
         wide = arguments | {"q_SxHxD": arguments["q_SxHxD"].astype(jnp.float32)}
         out, lse, _ = reference(mixed_precision_attention, options, wide)
-        # Σ p |v| is at most the largest value that is drawn.
+        # Σ p |v| is at most the largest drawn value.
         bound = tolerance.rounding(dtype) * (LARGEST + abs(np.asarray(out))) + tolerance.SUMS
         errors, of_bound = tolerance.errors_of(found[0], out, bound)
         seen = np.isfinite(lse)
@@ -129,7 +130,7 @@ def make(shapes: Mixed) -> Spec:
     options: dict[str, Any] = {"formats": formats, "single": single}
     return Spec(
         mixed_precision_attention, arguments, cost, options, indices=("counts_SxKxI",), plan=plan,
-        # Scores that belong to no token may be anything.
+        # Scores without a token may be anything.
         balance=balanced, defined=lambda arguments, results: results[:2], compare=compare,
     )  # fmt: skip
 
@@ -153,7 +154,7 @@ def _pages(key, format: PageFormat, count: int):
 
 
 def _scales(key, format: KVFormat, shape):
-    """Scales and zero points of elements from about -2 to 2, `LARGEST` at most."""
+    """Scales and zero points for elements from about -2 to 2, at most `LARGEST` in magnitude."""
     spread = jax.random.uniform(key, shape, minval=0.8, maxval=1.2)
 
     def half(x):
@@ -171,12 +172,12 @@ SHAPES = {
     "llama-3-8b-K8V4": Mixed(_LLAMA, kept=(1.0, 0.0)),
     "llama-3-8b-K4V2": Mixed(_LLAMA, kept=(0.02, 0.98)),
     "llama-3-8b-K16V16": Mixed(_LLAMA, names=("K16V16", "K16V16")),
-    # Calibrated so that nothing is in low precision (Qwen2.5-7B), or little.
+    # Calibration keeps no tokens (Qwen2.5-7B) or few tokens in low precision.
     "qwen2.5-7b": Mixed(_QWEN, kept=(0.9, 0.0)),
     "qwen2.5-7b-mixed": Mixed(_QWEN),
     "qwen2.5-32b": Mixed(HEADS["qwen2.5-32b"], kept=(0.3, 0.7)),
     "llama-3-70b-K4V2-K2V2": Mixed(HEADS["llama-3-70b"], names=("K4V2", "K2V2"), page_size=128),
-    # 16-bit pages of head dim 128 leave no room for two more precisions.
+    # With head dim 128, 16-bit pages leave no shared memory for two more precisions.
     "llama-3-8b-three": Mixed(
         _LLAMA, kept=(0.1, 0.3, 0.5), names=("K8V8", "K8V4", "K4V2"), page_size=32
     ),
@@ -187,7 +188,7 @@ SHAPES = {
         page_size=32,
         dtype="float16",
     ),
-    # 2-bit values of head dim 64 fill too few words for the kernel.
+    # The kernel needs more words per token than 2-bit values with head dim 64 have.
     "bundled": Mixed(HEADS["bundled"], names=("K8V4", "K4V4"), dtype="float16"),
     "llama-3-8b-f16": Mixed(_LLAMA, dtype="float16"),
 }

@@ -1,8 +1,8 @@
 """The columns of each precision's pages in page tables (DiffKV §5.2, §5.3).
 
-Two precisions share a bidirectional table: pages of the higher one begin at its left end, and pages
-of the lower one at its right end. Entries between them may be anything. With three precisions the
-highest has a unidirectional table of its own, the first columns of the row.
+Two precisions share a bidirectional table: pages of the higher precision begin at its left end, and
+pages of the lower precision at its right end. Entries between these pages may be anything. With
+three precisions the highest has a unidirectional table of its own, the first columns of the row.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Run(NamedTuple):
     """first: the column of a precision's first page.
     step: 1 or -1, from the column of a page to the column of the next page.
-    width: the columns of the precision's table, and so its most pages.
+    width: the columns of the precision's table, which is also its largest number of pages.
     """
 
     first: int
@@ -23,14 +23,18 @@ class Run(NamedTuple):
         return self.first + self.step * number.clip(0, self.width - 1)
 
     def number(self, column):
-        """The number of a column's page; below 0, or at least `width`, outside of this table."""
+        """The number of a column's page. Outside of this table it is below 0 or at least `width`."""
         return (column - self.first) * self.step
 
 
 def runs(levels: int, width: int, single: int = 0) -> tuple[Run, ...]:
-    """The run of each of `levels` precisions, the highest first, in rows of `width` columns. The
-    first `single` columns are the unidirectional table. Raises ValueError if `single` does not fit
-    `levels` and `width`."""
+    """The run of each of `levels` precisions, the highest precision first.
+
+    width: the columns of a row.
+    single: the columns of the unidirectional table; 0 with two precisions.
+
+    Raises ValueError if `single` does not fit `levels` and `width`.
+    """
     if (levels, single > 0) not in ((2, False), (3, True)) or single >= width:
         raise ValueError(
             f"{levels} precisions have no tables of {width} columns with {single} for one alone: "

@@ -1,4 +1,4 @@
-"""Pages of many rows, one row after the other, a fixed number of them at a time."""
+"""A list of the pages of many rows, of which each iteration processes a fixed number."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 
 class Listed(NamedTuple):
-    """A part of the list of all pages. Entries beyond the last page have the last row.
+    """A part of the list of all pages, one row's pages after the other's.
 
-    row: [w] int32, the row of each page.
+    row: [w] int32, the row of each page; the last row for entries beyond the last page.
     number: [w], the number of the page in its row.
     live: [w] bool, whether the entry is a page.
     """
@@ -20,7 +20,10 @@ class Listed(NamedTuple):
 
 
 def listed(counts_R, trip, width: int) -> Listed:
-    """The `width` pages from trip * width on, of rows that have `counts` [R] int32 pages."""
+    """Entries trip * width to (trip + 1) * width - 1 of the list.
+
+    counts: [R] int32, the number of pages of each row.
+    """
     ends = jnp.cumsum(counts_R)
     at = trip * width + jnp.arange(width)
     row = jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)

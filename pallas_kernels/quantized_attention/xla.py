@@ -10,16 +10,16 @@ from pallas_kernels.quantized_attention.pages import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
-DECODE_TOKENS = 4096  # that an iteration of decode gathers
+DECODE_TOKENS = 4096  # tokens that an iteration of decode gathers
 NEG_INF = -1e30
 
 
 def decode(
     q, words, tables, counts, formats, *, runs, scale, soft_cap=None, oldest=None, schedule=None
 ):
-    """One precision after the other (§6.2). In each, the pages of all sequences and heads form one
-    list, so that no head waits for a longer one. A row's results of all precisions are merged by
-    their largest scores."""
+    """One precision after the other (§6.2). In each precision, the pages of all sequences and heads
+    form one list, so that short heads do not wait for long heads. A row's results of all precisions
+    are merged by their largest scores."""
     S, H, D = q.shape
     K, M = tables.shape[1:]
     q_RxGxD = q.astype(jnp.float32).reshape(S * K, H // K, D) * scale
@@ -43,8 +43,11 @@ def decode(
 
 
 def _section(q_RxGxD, words, tables_RxM, run: Run, count_R, format: PageFormat, soft_cap, oldest_R):
-    """An online softmax over the tokens of one precision: ((sums of values [R, G, D], largest
-    scores [R, G], sums of weights [R, G]), scores [R, M, P, G], M pages of this precision)."""
+    """An online softmax over the tokens of one precision.
+
+    Returns ((sums of values [R, G, D], largest scores [R, G], sums of weights [R, G]), scores
+    [R, M, P, G]); M is the number of this precision's columns.
+    """
     (R, G, D), P, M = q_RxGxD.shape, format.tokens, run.width
     pages_R = (count_R + P - 1) // P
     width = min(max(1, DECODE_TOKENS // P), R * M)

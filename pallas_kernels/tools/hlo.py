@@ -1,11 +1,11 @@
-"""Reads a compiled GPU program as XLA prints it: which kernels run, and which bytes they move."""
+"""Reads a compiled GPU program as XLA prints it: its kernels, and the bytes that each moves."""
 
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Opcodes that run nothing on the device by themselves.
+# Opcodes that launch no kernel of their own.
 FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all partition-id optimization-barrier"
     " fusion-done copy-done all-reduce-done async-done".split()
@@ -15,13 +15,15 @@ COLLECTIVES = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
     "collective-broadcast", "ragged-all-to-all", "send", "recv",
 )  # fmt: skip
-SLICES = ("slice", "dynamic-slice", "gather")  # read only the part of operand 0 that they return
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # write this operand into operand 0
+SLICES = ("slice", "dynamic-slice", "gather")  # They read only the returned part of operand 0.
+# By opcode: the number of the operand that is written into operand 0.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 ARITHMETIC = frozenset(
     "add subtract multiply divide maximum minimum exponential log tanh rsqrt sine cosine negate "
     "logistic".split()
 )
-# A fusion's kind is the first of these that it holds; of MOVING only if it does no arithmetic.
+# A fusion's kind is the first of these opcodes that it contains. MOVING applies only to fusions
+# without arithmetic.
 COMPUTING = ("dot", "scatter", "reduce", "gather")
 MOVING = ("concatenate", "pad", "transpose", "dynamic-slice", "slice", "copy")
 
@@ -30,8 +32,8 @@ MOVING = ("concatenate", "pad", "transpose", "dynamic-slice", "slice", "copy")
 class Op:
     """One instruction.
 
-    shape: of its result, as printed.
-    operands: names of instructions.
+    shape: the result's shape, as XLA prints it.
+    operands: names of the instructions that compute the operands.
     text: the rest of the line, after the operands.
     """
 
@@ -66,8 +68,12 @@ def _array_bytes(dtype: str, dims: str) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a kernel reads and writes. For an array that it updates in place, only the update
-    counts. pools: the number of pools that it reads by index, whose bytes do not count."""
+    """Bytes that a kernel reads and writes.
+
+    read: bytes read, without the pools that the kernel reads by index.
+    written: bytes written. For an array that is updated in place, only the update is included.
+    pools: the number of pools that the kernel reads by index.
+    """
 
     read: int = 0
     written: int = 0
@@ -75,8 +81,11 @@ class Traffic:
 
 
 class Program:
-    """computations: by the computation's name, its instructions by name, in scheduled order.
-    entry: the instructions of the main computation."""
+    """A compiled program.
+
+    computations: computation's name -> instruction's name -> instruction, in scheduled order.
+    entry: the instructions of the main computation, by name.
+    """
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Op]] = {}
@@ -101,12 +110,12 @@ class Program:
             yield from ops.values()
 
     def kernels(self) -> list[Op]:
-        """The instructions of the main computation that run on the device. A loop counts as one."""
+        """The main computation's instructions that run on the device; a loop is one instruction."""
         return [op for op in self.entry.values() if op.opcode not in FREE]
 
     def kind(self, kernel: Op) -> str:
-        """A kernel's kind: a custom call's function, 'elementwise', or an opcode. A kernel with a
-        kind of `MOVING` only moves data."""
+        """A kernel's kind: a custom call's target, 'elementwise', or an opcode. An opcode of
+        `MOVING` means that the kernel only moves data."""
         inside = [kernel, *self._inside(kernel)]
         targets = [re.search(r'custom_call_target="([^"]+)"', op.text) for op in inside]
         for found in filter(None, targets):
@@ -125,7 +134,7 @@ class Program:
             yield from self._inside(op)
 
     def arguments(self, kernel: Op) -> list[str]:
-        """The Python names of the program's arguments that are operands of the kernel."""
+        """The Python names of those operands of the kernel that are arguments of the program."""
         found = []
         for name in kernel.operands:
             op = self.entry[name]
@@ -136,8 +145,11 @@ class Program:
         return found
 
     def traffic(self, kernel: Op, pool_bytes: int) -> Traffic:
-        """The traffic of a kernel. pool_bytes: of an array that custom calls read by index. Loops
-        and branches count as nothing, because the number of their iterations is unknown."""
+        """The traffic of a kernel. It is zero for loops and branches, because the number of their
+        iterations is unknown.
+
+        pool_bytes: size of a pool. Custom calls read arrays of this size by index.
+        """
         if kernel.opcode in CONTROL:
             return Traffic()
         if kernel.opcode != "fusion":
@@ -163,7 +175,7 @@ def _op(name: str, rest: str) -> Op:
 
 
 def _split_balanced(text: str) -> tuple[str, str]:
-    """The parenthesised part at the beginning of a text, and the rest."""
+    """The parenthesised prefix of a text, and the rest of the text."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -173,8 +185,8 @@ def _split_balanced(text: str) -> tuple[str, str]:
 
 
 def _shares_read(inside: dict[str, Op], root: Op) -> dict[str, float]:
-    """For each array in a fusion, the share that is computed or read. The part that a slice leaves
-    out is neither."""
+    """The share of each array in a fusion that is computed or read. Elements that a slice drops are
+    not included."""
     shares = dict.fromkeys(inside, 0.0) | {root.name: 1.0}
     for op in reversed(inside.values()):
         for name in set(op.operands):

@@ -1,8 +1,13 @@
-"""The speed that a kernel could reach, from counts of its code: arithmetic, not measurement.
+"""The speed that a kernel could reach, computed from its instructions and bytes, not measured.
 
-A multiprocessor works on the tiles of its resident thread blocks. A tile takes as long as the
-slowest of its needs: bytes from memory, or from the L2 cache if other thread blocks read the same;
-bytes through shared memory; issue slots; tensor cores. At best all of these overlap perfectly. The
+A multiprocessor works on the tiles of its resident thread blocks. A tile needs four resources:
+
+- memory bandwidth, or L2 bandwidth if other thread blocks read the same operands;
+- shared-memory bandwidth;
+- issue slots;
+- tensor cores.
+
+At best the four overlap perfectly, and the tile takes as long as the slowest of them. The
 prediction is a range, from the cautious to the hopeful assumptions below.
 """
 
@@ -13,18 +18,20 @@ from pallas_kernels.tools.kernel_jaxpr import Launch
 from pallas_kernels.tools.sass import Loop
 from pallas_kernels.tools.targets import Target
 
-REGISTERS = 65536  # of a multiprocessor
+# Limits of a multiprocessor.
+REGISTERS = 65536
 THREADS = 2048
 BLOCKS = 32
 WARP = 32
-REGISTER_UNIT = 8  # Registers of a thread are allocated in multiples of it.
-RESERVED_SHARED = 1024  # bytes of each thread block's shared memory that CUDA takes
+REGISTER_UNIT = 8  # A thread's registers are allocated in multiples of 8.
+RESERVED_SHARED = 1024  # bytes of shared memory that CUDA reserves in each thread block
 
-READ_SHARE = 0.92  # of the nominal bandwidth that reads reach at best
-LATENCY_S = 1e-6  # of a read from memory that is busy
-L2_BYTES_PER_S = 7e12  # of reads from the L2 cache, all multiprocessors together
-SHARED_BYTES_PER_CLOCK = 128  # of a multiprocessor, for wgmma's operands, copies and threads alike
-SCHEDULERS = 4  # Each issues an instruction a clock, and has one warp of each warpgroup.
+READ_SHARE = 0.92  # the largest share of the nominal bandwidth that reads reach
+LATENCY_S = 1e-6  # latency of a read from busy memory
+L2_BYTES_PER_S = 7e12  # L2 read bandwidth of all multiprocessors together
+# Shared-memory bandwidth of a multiprocessor, shared by wgmma operands, copies and threads.
+SHARED_BYTES_PER_CLOCK = 128
+SCHEDULERS = 4  # Each issues one instruction per clock, and runs one warp of each warpgroup.
 LAUNCH_S = 1.5e-6  # from the end of a kernel to the start of the next
 
 
@@ -33,10 +40,9 @@ class Assumptions:
     """Quantities that published measurements leave open.
 
     read_share: share of the nominal bandwidth that reads reach.
-    clock_share: share of the data sheet's clock at which busy tensor cores keep within the power
-        limit.
-    norm: degree p. If a kernel waits for memory, the needs of a tile delay each other: the tile
-        takes the p-norm of the clocks of each need. The larger p, the nearer to perfect overlap.
+    clock_share: busy tensor cores' clock at the power limit, as a share of the data sheet's clock.
+    norm: degree p. In a kernel that waits for memory, the resources delay each other: a tile takes
+        the p-norm of the clocks of its resources. A larger p is closer to perfect overlap.
     """
 
     read_share: float
@@ -69,13 +75,13 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class Prediction:
-    """clocks: a multiprocessor's clocks for one tile at best, by need.
-    bound: the need that takes longest.
-    in_flight: bytes that a multiprocessor's copies have under way.
-    needed_in_flight: bytes under way at which memory is as fast as it can be, by Little's law.
-    tile_s: seconds of one tile, from hopeful to cautious.
-    shares: of the nominal rate `of` that the loop over tiles reaches, from cautious to hopeful.
-    of: 'bandwidth', or 'tensor' (cores) if copies come from the L2 cache.
+    """clocks: a multiprocessor's fewest clocks for one tile, by resource.
+    bound: the resource that takes longest.
+    in_flight: bytes that a multiprocessor's copies have in flight.
+    needed_in_flight: the fewest bytes in flight that saturate memory, by Little's law.
+    tile_s: seconds of one tile, (hopeful, cautious).
+    shares: the loop's rate as a share of the nominal rate `of`, (cautious, hopeful).
+    of: 'bandwidth' of memory; 'tensor' (cores) if copies come from the L2 cache.
     """
 
     clocks: dict[str, float]
@@ -88,7 +94,12 @@ class Prediction:
 
 
 def occupancy(registers: int, threads: int, shared_memory: int, target: Target) -> Occupancy:
-    """registers: of a thread. threads, shared_memory: of a thread block; memory in bytes."""
+    """The occupancy of a kernel.
+
+    registers: per thread.
+    threads: per thread block.
+    shared_memory: bytes per thread block.
+    """
     registers_of_block = -(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads
     limits = {
         "registers": REGISTERS // registers_of_block,
@@ -101,7 +112,7 @@ def occupancy(registers: int, threads: int, shared_memory: int, target: Target) 
 
 
 def needed_in_flight(target: Target) -> int:
-    """Bytes that a multiprocessor must have under way, by Little's law: rate times latency."""
+    """Bytes that a multiprocessor must have in flight, by Little's law: rate times latency."""
     rate = READ_SHARE * target.memory_bandwidth / target.gpu.num_multiprocessors
     return round(rate * LATENCY_S)
 
@@ -111,8 +122,9 @@ def predict(
 ) -> Prediction:
     """The speed that a kernel's loop over tiles can reach.
 
-    loop, fetching: the machine code of one pass, of a warp that multiplies and of one that fetches.
-    resident: thread blocks of a multiprocessor.
+    loop: machine code of one pass of a warp that multiplies.
+    fetching: machine code of one pass of a warp that only fetches; None if there is no such warp.
+    resident: thread blocks that a multiprocessor runs at a time.
     reused: whether thread blocks read the same operands, so that all but the first read from the L2
         cache.
     """
@@ -153,7 +165,7 @@ def predict(
 
 
 def _delayed(clocks: dict[str, float], assumed: Assumptions) -> float:
-    """Clocks of a tile whose needs delay each other."""
+    """Clocks of a tile if its resources delay each other."""
     memory = clocks["memory"] * READ_SHARE / assumed.read_share
     each = [memory, *(count for name, count in clocks.items() if name != "memory")]
     return sum(count**assumed.norm for count in each) ** (1 / assumed.norm)
@@ -163,12 +175,15 @@ def seconds(
     prediction: Prediction, balance: Balance | None, resident: int, launches: int, bytes: int,
     target: Target,
 ) -> tuple[float, float]:  # fmt: skip
-    """Seconds of a whole call, from hopeful to cautious.
+    """Seconds of a whole call, (hopeful, cautious).
 
     The call ends with its last thread block, and takes at least the time to read all `bytes` from
-    memory once. Partial results are written and read again. Without a balance, `bytes` are read as
-    fast as the loop over tiles reads.
+    memory once. The time to write and read partial results is added.
+
+    balance: the schedule's balance. If None, `bytes` are read at the rate of the loop over tiles.
     resident: thread blocks of the schedule that a multiprocessor runs at a time.
+    launches: kernel launches of the call.
+    bytes: bytes that the call reads and writes.
     """
     found = []
     for assumed, tile_s, share in zip(
