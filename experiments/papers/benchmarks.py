@@ -25,8 +25,8 @@ def key(system: str, task: str) -> str:
 
 
 def scores(rows: Sequence[Row]) -> Values:
-    """SYSTEM_TASK; SYSTEM_average over the tasks; SYSTEM_memory. For files with several contexts
-    also SYSTEM_TASK_CONTEXT and SYSTEM_average_CONTEXT."""
+    """Scores SYSTEM_TASK, their mean over the tasks SYSTEM_average, and SYSTEM_memory. Files with
+    several contexts also give SYSTEM_TASK_CONTEXT and SYSTEM_average_CONTEXT."""
     numbers: dict[str, float | None] = {}
     first = rows[0].system if rows else ""
     for system in dict.fromkeys(row.system for row in rows):
@@ -89,9 +89,11 @@ def study[F: AccuracyFlags](
     ours: str, most_points: float, paper: Mapping[str, Mapping[str, float]], here: str,
     command: str, minutes: tuple[float, float] = (1, 1),
 ) -> Study[F, Row]:  # fmt: skip
-    """A study that is not run here. Its rule: the average over the tasks of the system `ours` is at
-    most `most_points` below that of the first system in `paper`. paper: scores by system, then
-    task."""
+    """A study without a committed result. Its claim holds if the average score of the system `ours`
+    is at most `most_points` below the average score of the first system in `paper`.
+
+    paper: scores by system, then task.
+    """
     first = next(iter(paper))
 
     def holds(found: Mapping[str, float]) -> bool:

@@ -55,7 +55,7 @@ _OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
 
 
 def _given(name: str) -> dict[str, Any]:
-    """The flags of a system by name; later ones replace earlier ones."""
+    """The flags of a system by name. Later flags replace earlier flags of the same name."""
     lines: list[str] = []
     for each in SYSTEMS[name]:
         is_file = not each.startswith("--")

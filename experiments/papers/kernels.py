@@ -1,8 +1,9 @@
 """Times of GPU kernels: predicted from the compiled code, and measured if there is a GPU.
 
-A prediction is the least and the most time of a call on an H200 or A100: its bytes at the share of
-the bandwidth that the compiled loop reaches, and a start for each launch. Shares and launches are
-in the committed tables of `pallas_kernels.tools.compile`, beside their assumptions.
+A prediction is the least and the most time of a call on an H200 or A100. The time is the sum of
+the start of each launch and the transfer of the bytes at the compiled loop's share of the
+bandwidth. Shares and launches are in the committed tables of `pallas_kernels.tools.compile`,
+beside their assumptions.
 """
 
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from pallas_kernels.tools.targets import TARGETS
 
 FOLDER = ROOT / "experiments/results/compile"
 NEEDS = "an H100 or H200"
-SETS = 8  # copies of a call's inputs, taken in turn: few are still in the L2 cache
+SETS = 8  # copies of a call's inputs, used in turn, so that few bytes are still in the L2 cache
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled call.
+    """A compiled call of a kernel.
 
-    reaches: share of a limit that the loop over tiles reaches, least and most.
-    of: the limit, such as "bandwidth".
+    reaches: least and most share of a hardware limit at which the loop over tiles runs.
+    of: the hardware limit, such as "bandwidth".
     us: microseconds of the whole call, least and most; None if not predicted.
     """
 
@@ -40,7 +41,7 @@ class Compiled:
     us: tuple[float, float] | None
 
     def call_us(self, cost: Cost) -> tuple[float, float]:
-        """Least and most microseconds of a call of the same kernel that moves other bytes."""
+        """Least and most microseconds of a call of this kernel that moves `cost.bytes` bytes."""
         assert self.reaches and self.of == "bandwidth"
         rate, starts = TARGETS[self.target].memory_bandwidth, self.launches * LAUNCH_S
         least, most = (1e6 * (cost.bytes / (s * rate) + starts) for s in reversed(self.reaches))
@@ -72,8 +73,10 @@ def _range(text: str, scale: float = 1.0) -> tuple[float, float] | None:
 
 
 def compiled(target: str, op: str, spec: str, kernel: str = "") -> Compiled:
-    """A call's entry in the committed tables. kernel: the one with the loop to read; empty to read
-    the launches only. Raises KeyError for a call that the tables lack."""
+    """A call's entry in the committed tables. Raises KeyError for a call that the tables lack.
+
+    kernel: the kernel whose loop is returned; empty to return the launches only.
+    """
     calls, loops = _tables(target)[:2]
     call = [row for row in calls if (row["op"], row["spec"]) == (op, spec)]
     loop = [row for row in loops if kernel and (row["spec"], row["kernel"]) == (spec, kernel)]

@@ -1,8 +1,8 @@
 """Figures of how a system works, each drawn from a run of the system.
 
-A mechanism runs a small example, reports its counts beside those in the paper's figure, and draws
-the example. The mechanisms of a paper are one study, which writes a picture of each (figNN.png) and
-one of all (figure.png).
+A mechanism runs a small example, reports its counts beside the counts in the paper's figure, and
+draws the example. The mechanisms of a paper are one study. It writes a picture of each mechanism
+(figNN.png) and a picture of all mechanisms (figure.png).
 """
 
 import functools
@@ -23,8 +23,8 @@ GREY, FREE = "#9a9a9a", "#e6e6e6"
 
 @dataclass(frozen=True)
 class Mechanism:
-    """facts: by name, the count of the run, and the count that the figure shows or the rule
-    demands."""
+    """facts: pairs of counts by name. The first is measured in the run; the second is shown in the
+    paper's figure or required by the rule."""
 
     facts: Mapping[str, tuple[float, float]]
     draw: Callable[[FigureBase], None]
@@ -50,8 +50,11 @@ def study(
     titles: Mapping[str, str], *, claim: str, here: str, size: tuple[float, float],
     columns: int = 2, minutes: tuple[float, float] = (0.5, 0.5),
 ) -> Study[Flags, Row]:  # fmt: skip
-    """mechanisms: by figure, such as fig05. titles: by figure, with the name of a notebook that
-    explains the figure, if there is one."""
+    """The study of a paper's mechanisms.
+
+    mechanisms: mechanisms by figure, such as fig05.
+    titles: titles by figure, with the name of a notebook that explains the figure, if any.
+    """
     made = functools.cache(lambda name: mechanisms[name]())
 
     def measure(_: Flags, run: Run) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from models import checkpoint
 from paged.config import EngineConfig
 
 FP16, DIFFKV, INT4, KIVI, QUEST, SNAPKV = "FP16", "DiffKV", "INT4", "KIVI", "Quest", "SnapKV"
-KIVI_GROUP = 32  # that share a scale: channels of a value; tokens of a key's channel
+KIVI_GROUP = 32  # channels of a value, or tokens of a key's channel, that share a scale
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DiffKVFlags(AccuracyFlags):
 
 
 def kivi(flags: AccuracyFlags) -> EngineConfig:
-    """configs/kivi.flags at the model's head dim."""
+    """The configuration of configs/kivi.flags, at the model's head dim."""
     groups = max(1, checkpoint.load_config(flags.model).head_dim // KIVI_GROUP)
     chosen: dict[str, Any] = {
         "high": "K16V16", "low": "K2V2", "prompt_rule": "kivi", "generation_rule": "kivi",

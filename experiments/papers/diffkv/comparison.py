@@ -38,7 +38,7 @@ def at_no_more_memory(whole: Mapping[str, Row], names: Sequence[str], memory: fl
 
 
 def draw_family(axes: Axes, rows: Sequence[Row], measure: str, **style) -> None:
-    """A measure of `Row` over memory, with its interval."""
+    """Draws the field `measure` of the rows over memory, with its interval."""
     low, high, label = accuracy.MEASURES[measure]
     lower, middle, upper = (
         np.array([getattr(row, name) for row in rows]) for name in (low, measure, high)
@@ -54,7 +54,7 @@ def draw_families(
     families: Mapping[str, Sequence[str]], apart: Sequence[str] = ("uniform",),
 ) -> None:  # fmt: skip
     """Draws right answers and divergence over memory, a line for each family of systems. apart:
-    families without a line."""
+    families drawn as points without a line."""
     for family, names in families.items():
         here = sorted(
             (found[name] for name in names if name in found),

@@ -2,10 +2,10 @@
 
     python -m experiments.papers.diffkv.equal_bytes --model=judge
 
-Systems are the flag files in configs/ (`flag_files.SYSTEMS`). Bytes are shares of 16-bit dense
-pages: bytes that running sequences hold, and bytes that attention and selection of a generated
-token read, by each policy's layout. Selection over mixed precision is compared with its parents,
-DiffKV and LServe.
+Systems are the flag files in configs/ (`flag_files.SYSTEMS`). Bytes held are the bytes of running
+sequences. Bytes read are the bytes that attention and page selection of a generated token read, by
+each policy's layout. Both are shares of 16-bit dense pages. Page selection over mixed precision is
+compared with the two policies that it combines, DiffKV and LServe.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from experiments.study import Values
 
 TASKS = ("needle", "multikey", "values", "chain", "cot", "cot_32")
 SELECTED, PARENTS = "diffkv_selected", ("diffkv", "lserve")
-SLACK = 2.0  # points to the parents
+SLACK = 2.0  # points that the combination may lose to DiffKV or LServe
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,14 @@ def compare(flags: BytesFlags, rows: Sequence[Row]) -> Iterator[tuple[str, str]]
 
 
 def bytes_of(row: Row) -> tuple[float, float]:
-    """Shares of 16-bit pages, held and read; 1.0 for a policy without such numbers."""
+    """Bytes held and bytes read, as shares of 16-bit pages; 1.0 if the policy does not report
+    them."""
     held, read = row.kv_memory_fraction, row.kv_read_fraction
     return 1.0 if held is None else held, 1.0 if read is None else read
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names on the Pareto front, by bytes. points: (bytes, score) by name."""
+    """The names on the Pareto front, by ascending bytes. points: (bytes, score) by name."""
     best, names = float("-inf"), list[str]()
     for name, (_, score) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
         if score > best:
@@ -61,9 +62,11 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 def values(_: BytesFlags, rows: Sequence[Row]) -> Values:
     """Numbers by system.
 
-    right_*: percent. held_*, read_*: of 16-bit pages.
-    behind_*: points to the best system that holds no more bytes.
-    points_to_*, points_low_to_*: of selection, to one of its parents.
+    right_*: percent of right answers.
+    held_*, read_*: bytes held and read, as shares of 16-bit pages.
+    behind_*: points below the best system that holds no more bytes.
+    points_to_*, points_low_to_*: points of the combination over DiffKV or LServe, and the lower
+        bound of their interval.
     """
     found = accuracy.pooled(rows)
     numbers: dict[str, float | None] = {}

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.diffkv.fig01_mechanisms
 
-Classification, decisions and page management are the policy's own, on tokens with given
-significance. Notebook 4_kv_compression shows a model's cache.
+The policy's own code classifies tokens of given significance, decides their precision and manages
+pages. Notebook 4_kv_compression shows a model's cache.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ from pallas_kernels.quantization import KVFormat
 DROPPED, LOW, HIGH = range(3)
 SHADES = (FREE, "#e0a030", "#2f6b9a")
 TOKENS, WINDOW = 5, 1
-# Mean attention [request, head, token]: the first head looks at few tokens, the second at all.
+# Mean attention [request, head, token]. The first head attends to few tokens, the second to all.
 MEANS = np.array([
     [[0.9, 0.02, 0.3, 0.004, 0.3], [0.5, 0.4, 0.3, 0.3, 0.3]],
     [[0.9, 0.002, 0.004, 0.003, 0.3], [0.6, 0.5, 0.02, 0.4, 0.3]],
 ])  # fmt: skip
 ALPHA = 1.0, 0.02
-CASES = 4096  # random ones of Algorithm 1
+CASES = 4096  # random inputs of Algorithm 1
 D = 128
 
 
@@ -46,7 +46,7 @@ SIXTEEN = 4 * D
 
 
 def levels_of(means: np.ndarray) -> np.ndarray:
-    """[T] the precision of each token of a head by the policy's rule for prompts."""
+    """The precision [T] of each token of a head, by the policy's rule for prompts."""
     later = np.maximum(len(means) - 1 - np.arange(len(means)), 1)
     kept, _ = Rules(window=WINDOW).of_prompts(
         jnp.asarray((means * later)[:, None], jnp.float32),
@@ -57,8 +57,8 @@ def levels_of(means: np.ndarray) -> np.ndarray:
 
 
 def by_hand(means: np.ndarray) -> np.ndarray:
-    """The rule as the paper states it (§4): token i is compared with alpha / i; the newest tokens
-    keep high precision."""
+    """The paper's rule (§4): the mean attention to token i is compared with alpha / i. The newest
+    tokens keep high precision."""
     found = []
     for i, mean in enumerate(means, start=1):
         recent = i > len(means) - WINDOW
@@ -130,7 +130,7 @@ def fig06() -> Mechanism:
         return np.asarray(pages.free_list)[at].tolist()
 
     def held_ids(pages: page_manager.Pages) -> list[list[tuple[int, int, int]]]:
-        """(column, page, level) by head."""
+        """(column, page, level) of each page that a head holds, by head."""
         found = []
         for head in range(heads):
             mine = []
@@ -209,9 +209,12 @@ def fig07() -> Mechanism:
 
 
 def algorithm_1(candidate: float, high: float, low: float, N: int) -> tuple[int, ...]:
-    """Algorithm 1 as printed: the level of the candidate, the level of the least significant token
-    of high precision (HIGH: it stays), and whether the least significant token of low precision is
-    dropped."""
+    """Algorithm 1 as printed. Returns three decisions:
+
+    the level of the candidate;
+    the level of the least significant token of high precision (HIGH: unchanged);
+    whether the least significant token of low precision is dropped.
+    """
     thresholds = [alpha / N for alpha in ALPHA]
     if candidate >= thresholds[0]:
         if thresholds[1] <= high < thresholds[0]:
@@ -223,7 +226,7 @@ def algorithm_1(candidate: float, high: float, low: float, N: int) -> tuple[int,
 
 
 def decided(candidate: np.ndarray, high: np.ndarray, low: np.ndarray, N: int) -> np.ndarray:
-    """[cases, 3] the decisions of `algorithm_1`, by the policy."""
+    """The policy's decisions [cases, 3], in the order of `algorithm_1`."""
     means = jnp.asarray(np.stack([candidate, high, low], -1), jnp.float32)
     found = Found(jnp.zeros(means.shape, jnp.int32).at[:, 0].set(7), means)
     decision = Rules().decide(found, jnp.float32(N - 1), jnp.asarray(ALPHA, jnp.float32))

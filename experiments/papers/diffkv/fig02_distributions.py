@@ -1,14 +1,17 @@
-"""What DiffKV builds on: attention scores, norms of values, and how many tokens matter (DiffKV §3,
+"""DiffKV's observations on attention scores, norms of values and critical tokens (DiffKV §3,
 Figs. 2 to 5).
 
 python -m experiments.papers.diffkv.fig02_distributions
 
-Measured over whole prompts of each task, by layer and KV head: the significance of each token,
-which is the mean probability that later tokens give it, the largest of the KV head's query heads;
-the norm of its value; and the number of tokens that hold 95 % of a prompt's significance.
+Three quantities are measured over whole prompts of each task, by layer and KV head:
 
-Claims: scores span far more orders of magnitude than norms (paper: seven against two); the number
-of tokens that matter differs between layers, heads and prompts.
+    significance     mean probability with which later tokens attend to a token, the largest of the
+                     KV head's query heads
+    norm             norm of the token's value
+    critical tokens  number of tokens that hold 95 % of a prompt's significance
+
+Claims: significance spans far more orders of magnitude than norms (paper: seven against two), and
+the number of critical tokens differs between layers, heads and prompts.
 """
 
 import functools
@@ -50,8 +53,8 @@ class PromptFlags(Flags):
 class Row:
     """A KV head on a task.
 
-    tokens: of a prompt.
-    critical_mean, critical_std: tokens that hold 95 % of the significance, over prompts.
+    tokens: tokens of a prompt.
+    critical_mean, critical_std: mean and deviation over prompts of the number of critical tokens.
     score_*, norm_*: 0.1th, 50th and 99.9th percentiles of significance and of values' norms.
     """
 
@@ -70,17 +73,17 @@ class Row:
 
 
 class Prompt(NamedTuple):
-    """A prompt without its last token, which no later token sees.
+    """Measurements of a prompt without its last token, to which no later token attends.
 
-    scores: [L, T, K] significance of tokens.
-    norms: [L, T, K] of their values.
+    scores: significance [L, T, K] of tokens.
+    norms: norms [L, T, K] of the tokens' values.
     """
 
     scores: np.ndarray
     norms: np.ndarray
 
     def critical(self) -> np.ndarray:
-        """[L, K] the least number of tokens with `SHARE` of all significance."""
+        """The least number [L, K] of tokens that hold `SHARE` of the significance."""
         descending = -np.sort(-self.scores, axis=1)
         sums = np.cumsum(descending, axis=1)
         return (sums < SHARE * sums[:, -1:]).sum(1) + 1
@@ -139,7 +142,7 @@ def prompts_of(flags: PromptFlags) -> dict[str, list]:
 
 @functools.lru_cache(maxsize=1)
 def found_of(flags: PromptFlags) -> dict[str, list[Prompt]]:
-    """Measured prompts by task, cached: rows and the figure use the same."""
+    """Measured prompts by task, cached because the rows and the figure both need them."""
     config, params = checkpoint.load(flags.model, "float32")
     tokenizer, prompts = load_tokenizer(flags.model), prompts_of(flags)
     return {task: over_prompts(params, config, tokenizer, asked) for task, asked in prompts.items()}
@@ -219,7 +222,7 @@ def draw(flags: PromptFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title: str) -> None:
-    """The share of tokens below x in three layers."""
+    """Draws, for three layers, the share of tokens whose value is at most x."""
     last = len(prompts[0].scores) - 1
     for layer in sorted({0, last // 2, last}):
         values = np.sort(np.concatenate([prompt[index][layer].ravel() for prompt in prompts]))
@@ -230,7 +233,7 @@ def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title
 
 
 def table(flags: PromptFlags, rows: Sequence[Row]) -> str:
-    """Tokens with 95 % of significance by task: mean, least and most of the heads."""
+    """The number of critical tokens by task: mean, least and most over the heads."""
     lines = [f"{'tokens with 95 %':18}{'mean':>8}{'least':>8}{'most':>8}"]
     for task in flags.tasks:
         means = [row.critical_mean for row in rows if row.task == task]

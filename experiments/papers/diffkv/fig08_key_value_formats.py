@@ -2,8 +2,8 @@
 
     python -m experiments.papers.diffkv.fig08_key_value_formats --model=judge
 
-All tokens are in one format, from K8V8 to K4V1, beside 16 bits: the paper's six, and two uniform
-ones.
+Each system keeps all tokens in one format, from K8V8 to K4V1; the reference has 16 bits. Six of the
+formats are the paper's; the other two have equally many bits for keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ from experiments.study import Values
 
 FORMATS = ("K8V8", "K8V4", "K4V8", "K8V2", "K4V4", "K4V2", "K2V4", "K4V1")
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
-KEYS_FIRST = (("K8V4", "K4V8"), ("K4V2", "K2V4"))  # the first is better, by the paper
-GOAL = -2.0  # points
-# Percent of 16 bits' right answers that are kept.
+KEYS_FIRST = (("K8V4", "K4V8"), ("K4V2", "K2V4"))  # in the paper the first is better
+GOAL = -2.0  # least difference to 16 bits, points
+# Right answers, in percent of the right answers with 16 bits.
 PAPER = {"kept_K8V4": (99.0, 101.0), "kept_K4V2": (65.0, 100.0), "kept_K2V4": (0.0, 5.0),
          "kept_K8V2": (83.0, 100.0), "kept_K4V1": (0.0, 5.0)}  # fmt: skip
 
@@ -47,9 +47,9 @@ def compare(_: FormatFlags, rows: Sequence[Row]) -> list[tuple[str, str]]:
 def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
     """Numbers by format, and by pairs of KEYS_FIRST.
 
-    kept_FORMAT: percent of 16 bits' right answers.
-    difference_low_K8V4: to 16 bits.
-    points_A_over_B, logprob_A_over_B: of format A over B.
+    kept_FORMAT: right answers, in percent of the right answers with 16 bits.
+    difference_low_K8V4: lower bound of the difference to 16 bits, points.
+    points_A_over_B, logprob_A_over_B: points and log-probability of format A over format B.
     points_low_A_over_B, logprob_low_A_over_B: lower bounds of their intervals.
     """
     found = accuracy.pooled(rows)

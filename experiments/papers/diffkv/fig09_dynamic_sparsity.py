@@ -1,14 +1,14 @@
-"""Budgets that each head sets itself against equal ones for all heads (DiffKV §7.2, Fig. 9).
+"""Dynamic budgets for each head against equal budgets for all heads (DiffKV §7.2, Fig. 9).
 
 python -m experiments.papers.diffkv.fig09_dynamic_sparsity
 
-Tokens are kept in 16 bits or dropped. Dynamic: a head drops tokens whose significance is below
-alpha over the number of tokens, for each of --alphas. Static: each head keeps the same share of a
-prompt, for each of --budgets, by SnapKV's votes or by the significance of the dynamic rule. Dropped
-tokens are counted while sequences run.
+Tokens are kept in 16 bits or dropped. With a dynamic budget a head drops tokens whose significance
+is below alpha over the number of tokens, for each of --alphas. With a static budget each head keeps
+the same share of a prompt, for each of --budgets; the kept tokens have the most SnapKV votes or the
+most significance. Dropped tokens are counted while sequences run.
 
-Claim: with equally many dropped tokens dynamic budgets lose less (paper: none at 50 % on GSM8K with
-Llama3-8B).
+Claim: with equally many dropped tokens dynamic budgets lose fewer points (paper: no loss at 50 % on
+GSM8K with Llama3-8B).
 """
 
 import re
@@ -69,8 +69,8 @@ def dropped(row: Row) -> float:
 
 
 def compare(flags: SparsityFlags, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Each dynamic system with the static system of each family that has the least memory but no
-    less."""
+    """Pairs of a dynamic system and a static system. The static system has the
+    least memory of its family that is at least the dynamic system's."""
     whole, names = accuracy.pooled(rows), families(flags)
     for name in names[DYNAMIC]:
         for family in (STATIC, VOTES):
@@ -93,7 +93,7 @@ def _key(name: str) -> str:
 
 
 def draw(flags: SparsityFlags, figure: Figure, all_rows: Sequence[Row]) -> None:
-    """All measures over the percent of dropped tokens, a line for each family."""
+    """Draws all measures over the percent of dropped tokens, a line for each family."""
     whole = accuracy.pooled(all_rows)
     for axes, (measure, bounds) in zip(figure.subplots(1, 3), accuracy.MEASURES.items()):
         low, high, title = bounds

@@ -1,4 +1,4 @@
-"""Thresholds of DiffKV's compression for a model, chosen by its answers (§7.2, Fig. 10).
+"""Thresholds of DiffKV's compression, chosen by a model's right answers (DiffKV §7.2, Fig. 10).
 
 python -m experiments.papers.diffkv.fig10_thresholds
 
@@ -6,10 +6,10 @@ The bundled model answers the same prompts with all keys and values in 16 bits, 
 each of --alphas_h and --alphas_l. The prompts have a seed that no study uses, and tasks in which a
 single lost token makes an answer wrong. The paper uses MATH's training split.
 
-As in the paper, alpha_h is chosen first: the value with the most right answers at the least
-alpha_l, 0, where nothing is dropped. Then alpha_l is the value with the most right answers beside
-this alpha_h. Ties go to the least memory. (The paper's values are alpha_h = 1 or 3, and alpha_l =
-0, 0.02 or 0.04.) Also written: thresholds.json, for --diffkv_thresholds with these weights only.
+As in the paper, alpha_h is chosen first: the value with the most right answers at alpha_l = 0,
+where no token is dropped. Then alpha_l is the value with the most right answers at this alpha_h.
+Ties are broken by the least memory. The paper's values are alpha_h = 1 or 3, and alpha_l = 0, 0.02
+or 0.04. The study also writes thresholds.json, for --diffkv_thresholds with these weights only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class ThresholdFlags(AccuracyFlags):
 
     @property
     def grid(self) -> list[list[Cell]]:
-        """A row for each alpha_h."""
+        """Cells in ascending order, a row for each alpha_h."""
         return [[(high, low) for low in sorted(self.alphas_l)] for high in sorted(self.alphas_h)]
 
 
@@ -60,7 +60,7 @@ def label(cell: Cell) -> str:
 
 
 def make_systems(flags: ThresholdFlags) -> accuracy.Systems:
-    """The systems; those that drop nothing come first."""
+    """The systems, in ascending order of alpha_l; systems with alpha_l = 0 drop no token."""
     found = {systems.REFERENCE: systems.reference(flags)}
     for column in zip(*flags.grid):
         for cell in column:
@@ -80,7 +80,7 @@ def choose(whole: Mapping[str, Row], rows: Sequence[Sequence[Cell]]) -> Cell:
 
 
 def measure(flags: ThresholdFlags, run: Run) -> Iterator[Row]:
-    # An earlier run's file would not belong to the new rows beside it.
+    # The file of an earlier run does not fit the rows of this run.
     (run.folder / THRESHOLDS).unlink(missing_ok=True)
     rows = []
     for row in accuracy.measured(make_systems)(flags, run):

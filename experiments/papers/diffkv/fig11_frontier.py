@@ -2,10 +2,10 @@
 
     python -m experiments.papers.diffkv.fig11_frontier --model=judge
 
-DiffKV with --alpha_h and --alpha_l varied one at a time from the first of each, uniform formats,
-and SnapKV and H2O at several budgets, over the memory that they take while they run. Then (Fig. 12)
-the shares of each task's tokens that are pruned, in low and in high precision, at the first of
---alpha_h and of --alpha_l.
+Fig. 11 shows DiffKV, uniform formats, and SnapKV and H2O at several budgets, over the memory of
+running sequences. DiffKV's --alpha_h and --alpha_l vary one at a time, from the first value of
+each. Fig. 12 shows the shares of each task's tokens that are pruned, in low precision and in high
+precision, at the first --alpha_h and --alpha_l.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
 from experiments.study import Values
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
-SLACK = 1.0  # points that a baseline may be better
-SPREAD = 0.1  # between the tasks' shares of pruned tokens
+SLACK = 1.0  # points by which a baseline may be better
+SPREAD = 0.1  # least range of the tasks' shares of pruned tokens
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def make_systems(flags: FrontierFlags) -> accuracy.Systems:
 
 
 def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
-    """over_BASELINE: points of DiffKV's best system with no more memory, over this baseline.
+    """over_BASELINE: points by which DiffKV's best system with no more memory exceeds the baseline.
     pruned_TASK: share of pruned tokens at the first thresholds."""
     found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
     ours = [found[name] for name in families(flags)["DiffKV"] if name in found]
@@ -105,7 +105,7 @@ def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def draw_mix(axes: Axes, rows: Sequence[Row]) -> None:
-    """Shares of tokens by task (Fig. 12), the mean over contexts."""
+    """Draws the shares of tokens by task (Fig. 12), means over contexts."""
     tasks = list(dict.fromkeys(row.task for row in rows))
     shares = np.array([
         np.mean([(row.high or 0, row.low or 0) for row in rows if row.task == task], axis=0)

@@ -2,10 +2,11 @@
 
     python -m experiments.papers.diffkv.fig13_compaction
 
-Each sequence has Llama-3-8B's 256 heads and 1,024 tokens. The kernels that XLA compiles the page
-manager to are counted, with the bytes that they move (for this machine: a GPU's kernels differ by
-few); they predict the time on an L40. On a GPU the time is measured beside threaded host code, and
-decides the claim. `host_managers` checks that the pages are exact.
+Each sequence has Llama-3-8B's 256 heads and 1,024 tokens. The kernels of the page manager's
+compiled program and the bytes that they move are counted, and give the predicted time on an L40.
+The program is compiled for this machine; its number of kernels on a GPU is nearly the same. On a
+GPU the time is measured beside threaded host code and decides the claim. `host_managers` checks
+that the pages are exact.
 """
 
 import os
@@ -44,10 +45,10 @@ class CompactionFlags(Flags):
 class Row:
     """A phase.
 
-    kernels, bytes: of its program.
-    predicted_ms: on an L40.
-    device_ms, host_ms: measured; None without a GPU.
-    exact: whether the device's pages, and the host code's, equal the reference.
+    kernels, bytes: kernels of the phase's program, and bytes that they move.
+    predicted_ms: predicted time on an L40.
+    device_ms, host_ms: measured times; None without a GPU.
+    exact: whether the pages of the device and of the host code equal the reference.
     """
 
     phase: str
@@ -62,7 +63,7 @@ class Row:
 
 
 def counted(function: Any, *arguments) -> tuple[int, int]:
-    """Kernels of a jitted function's program, and bytes that they read and write."""
+    """The number of kernels of a jitted function, and the bytes that they read and write."""
     program = hlo.Program(function.lower(*arguments).compile().as_text())
     found = program.kernels()
     moved = [program.traffic(kernel, 2**62) for kernel in found]
@@ -124,7 +125,8 @@ def measure(flags: CompactionFlags, _) -> Iterator[Row]:
 
 
 def values(_: CompactionFlags, rows: Sequence[Row]) -> Values:
-    """Numbers at the most sequences. exact_heads: the most heads if all rows are exact, else 0."""
+    """Numbers at the largest number of sequences. exact_heads: the largest number of heads if all
+    rows are exact, else 0."""
     numbers: dict[str, float | None] = {}
     for phase in (PROMPTS, GENERATION):
         last = [row for row in rows if row.phase == phase][-1]

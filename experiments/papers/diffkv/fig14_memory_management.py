@@ -3,13 +3,14 @@
 python -m experiments.papers.diffkv.fig14_memory_management
 
 The page manager's own programs are traced for the heads of all layers, with sequences of --tokens
-tokens. Each gather, scatter, scan, sort and reduction of the trace counts as a launch that reads
-and writes its operands once; elementwise work is fused with these. Parts of a step:
+tokens. Each gather, scatter, scan, sort and reduction of the trace is one launch that reads and
+writes its operands once; elementwise operations are fused with these. The parts of a step are
 
     model        products, norms, activations, and attention with its scores
-    compression  of prompts, and of the token that leaves the window; writes of new tokens
+    compression  compression of prompts and of the token that leaves the window; writes of new
+                 tokens
     management   allocation and release of heads' pages
-    host         the host time of --host
+    host         host time of the system --host
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,9 +50,10 @@ class ManagementFlags(SimulatedFlags):
 class Row:
     """A step.
 
-    knob: the changed constant, of `knobs.FACTORS`.
-    launches, management_bytes, management_us: of page management in all layers.
-    model_share to host_share: of the step.
+    knob: the changed constant, a name of `knobs.FACTORS`.
+    launches, management_bytes, management_us: launches, bytes and time of page management in all
+        layers.
+    model_share to host_share: the parts' shares of the step.
     """
 
     model: str
@@ -73,8 +75,8 @@ def _size(value: Any) -> int:
 
 
 def moved(equation: Any) -> int | None:
-    """Bytes that a launch of this equation of a jaxpr reads and writes; None if it is fused with
-    others. Indexed arrays are read and written only at the indices."""
+    """Bytes that the launch of a jaxpr's equation reads and writes; None if the equation is fused
+    with others. Indexed arrays are read and written only at the indices."""
     name, (first, *others), (out, *_) = equation.primitive.name, equation.invars, equation.outvars
     if name == "gather":
         return _size(others[0]) + 2 * _size(out)
@@ -158,7 +160,7 @@ def measure(flags: ManagementFlags, _) -> Iterator[Row]:
 
 def values(flags: ManagementFlags, rows: Sequence[Row]) -> Values:
     """management_PHASE_BATCH_MODEL, model_PHASE_BATCH_MODEL: shares of the step. most_PHASE,
-    most_PHASE_KNOB: management's largest share."""
+    most_PHASE_KNOB: the largest share of management in a phase."""
     numbers: dict[str, float | None] = {}
     for row in rows:
         if not row.knob:

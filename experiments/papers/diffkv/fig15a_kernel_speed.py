@@ -2,10 +2,11 @@
 
 python -m experiments.papers.diffkv.fig15a_kernel_speed
 
-A layer of Llama3-8B on an L40, --batch sequences, all tokens in one format, beside pages of 16
-bits. `Layout.work` counts the bytes that attention reads, scales and zero points included, and the
-scores that it reads and writes. Dequantisation takes no time: only bytes count. Only attention is
-compared, so its assumed rate (--attention_knob) changes no speedup.
+One layer of Llama3-8B on an L40 attends for --batch sequences with all tokens in one format; the
+baseline has pages of 16 bits. `Layout.work` computes the bytes that attention reads, scales and
+zero points included, and the scores that it reads and writes. The simulated time follows from these
+bytes alone; dequantisation takes no time. Since only attention is compared, its assumed rate
+(--attention_knob) changes no speedup.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from experiments.study import Setting, Study, Values
 
 MODEL = "llama-3-8b"
 FORMATS = ("K8V8", "K8V4", "K4V4", "K4V2")
-BITS = {"K8V8": 16, "K8V4": 12, "K4V4": 8, "K4V2": 6}  # of a key's number plus a value's
+BITS = {"K8V8": 16, "K8V4": 12, "K4V4": 8, "K4V2": 6}  # one element of a key plus one of a value
 TOKENS = (512, 1024, 2048, 4096)
 
 
@@ -34,7 +35,7 @@ class KernelFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """us: of attention and its scores in a layer. bytes: that they read and write."""
+    """us: microseconds of attention and its scores in a layer. bytes: bytes read and written."""
 
     format: str
     tokens: int
@@ -59,8 +60,8 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """speedup_FORMAT_TOKENS: over 16 bits. of_ideal_FORMAT_TOKENS: the speedup over the ratio of
-    bits."""
+    """speedup_FORMAT_TOKENS: speedup over 16 bits. of_ideal_FORMAT_TOKENS: the speedup divided by
+    the ratio of bits."""
     numbers: dict[str, float | None] = {}
     for row in rows:
         if row.format != VLLM:

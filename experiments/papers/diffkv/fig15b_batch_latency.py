@@ -4,13 +4,14 @@ time.
 python -m experiments.papers.diffkv.fig15b_batch_latency
 
 Eight problems as long as MATH's arrive at once and generate until each sequence has --tokens
-tokens; `vllm` has pages of 16 bits. The paper does not give the length of its prompts: longer
-prompts leave fewer decode steps, and only these read less under DiffKV.
+tokens; `vllm` has pages of 16 bits. The paper does not give the length of its prompts. Longer
+prompts leave fewer decode steps, and only decode steps read fewer bytes under DiffKV.
 
-Weights and the host take most of a step of eight, and the same time in both systems: even attention
-in no time would gain only `bound`. The paper's factor is possible only if vLLM's attention reads
-keys more than once. vLLM's kernel of that time has a thread block for each query head, which reads
-its KV head by itself: `vllm by query head` is vLLM if no cache serves these repeated reads.
+Weights and the host take most of a step of eight sequences, and take the same time in both systems.
+Even attention in no time would gain only `bound`. The paper's factor is possible only if vLLM's
+attention reads keys more than once. vLLM's kernel of that time has a thread block for each query
+head, and each thread block reads the whole KV head. `vllm by query head` is vLLM if no cache serves
+these repeated reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,10 +47,10 @@ class BatchFlags(SimulatedFlags):
 class Row:
     """A batch.
 
-    tokens: of each sequence at its end.
-    knob: the changed constant, of `knobs.FACTORS`.
-    seconds: of the batch.
-    step_ms, attention_ms: of its last step, and of that step's attention.
+    tokens: final number of tokens of each sequence.
+    knob: the changed constant, a name of `knobs.FACTORS`.
+    seconds: time of the batch.
+    step_ms, attention_ms: time of the last step, and of its attention.
     """
 
     model: str
@@ -101,9 +102,9 @@ def measure(flags: BatchFlags, _) -> Iterator[Row]:
 def values(flags: BatchFlags, rows: Sequence[Row]) -> Values:
     """Ratios NAME_MODEL_TOKENS; at the greatest length also NAME_MODEL_TOKENS_KNOB.
 
-    batch_speedup, step_speedup: DiffKV over 16 bits, of the batch and of its last step.
-    bound: 16 bits over 16 bits without attention, of the last step.
-    by_query_head: DiffKV over vLLM by query head, of the batch.
+    batch_speedup, step_speedup: speedup of DiffKV over 16 bits in the batch and in its last step.
+    bound: speedup of the last step with 16 bits if attention took no time.
+    by_query_head: speedup of DiffKV over vLLM by query head in the batch.
     """
     by = {(row.model, row.tokens, row.knob, row.system): row for row in rows}
     numbers: dict[str, float | None] = {}

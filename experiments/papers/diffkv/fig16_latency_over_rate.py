@@ -3,8 +3,8 @@
 python -m experiments.papers.diffkv.fig16_latency_over_rate --models=llama-3-8b
 
 Problems as long as MATH's arrive as a Poisson process and generate up to the limit, on L40s with
-pages of 16 bits and with DiffKV in the same memory. Latency is normalised: a request's time,
-waiting included, over its output tokens, mean over requests (vLLM §6.1).
+pages of 16 bits and with DiffKV in the same memory. Latency is normalised (vLLM
+§6.1): a request's time, waiting included, divided by its output tokens; mean over requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,8 @@ class RateFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Case:
-    """load: the rate over `capacity`. knob: the changed constant, of `knobs.FACTORS`."""
+    """A simulated run. load: rate over `capacity`. knob: changed constant, a name of
+    `knobs.FACTORS`."""
 
     model: str
     system: str
@@ -56,8 +57,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Row(Case):
-    """rate: requests a second. ms_per_token: the mean normalised latency. batch: running sequences,
-    the mean over steps."""
+    """rate: requests a second. ms_per_token: mean normalised latency. batch: running sequences,
+    mean over steps."""
 
     rate: float = 0.0
     ms_per_token: float = 0.0
@@ -82,7 +83,7 @@ def simulate(case: Case) -> Row:
         gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
         recorded=case.recorded, seed=case.seed,
     )  # fmt: skip
-    rate = case.load * capacity(server, flags)  # with unchanged constants
+    rate = case.load * capacity(server, flags)  # capacity with unchanged constants
     most = server.most if case.system == DIFFKV else 256
     config = gpu.config_of(case.system, server, case.gpu, most)
     engine = gpu.engine_of(flags.changed(*FACTORS[case.knob]), server, config)
@@ -97,7 +98,7 @@ def simulate(case: Case) -> Row:
 
 
 def cases(flags: RateFlags) -> Iterator[Case]:
-    """The cases. Knobs change at the middle load only."""
+    """The cases. Constants are changed at the middle load only."""
     middle = sorted(set(flags.loads))[len(set(flags.loads)) // 2]
     for model in flags.models:
         for load in sorted(set(flags.loads)):
@@ -115,8 +116,8 @@ def measure(flags: RateFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: RateFlags, rows: Sequence[Row]) -> Values:
-    """ms_per_token_SYSTEM_MODEL_LOAD. latency_over_vllm_MODEL_LOAD: DiffKV's over vLLM's; at the
-    middle load also with each knob."""
+    """ms_per_token_SYSTEM_MODEL_LOAD, and latency_over_vllm_MODEL_LOAD: DiffKV's latency over
+    vLLM's. At the middle load there is also a value for each changed constant."""
     ms = {(row.model, row.load, row.knob, row.system): row.ms_per_token for row in rows}
     numbers: dict[str, float | None] = {}
     for (model, load, knob, system), latency in ms.items():

@@ -2,17 +2,19 @@
 
 python -m experiments.papers.diffkv.fig17_throughput --models=qwq-32b
 
-All problems arrive at once and are answered up to the limit: 16K tokens for QwQ-32B on two L40s, 8K
-for Qwen2.5-32B, 4K for Llama3-8B. The batch is the mean number of running sequences while others
-wait; throughput is over the whole run. DiffKV's batch is limited as in the authors' command (16 for
-QwQ-32B), vLLM's by memory alone. With 26.8 % of the memory (Table 3) DiffKV's batch is at most 3.7
-times vLLM's in the same bytes, but the paper's 15.9 is 5.9 times its 2.7: its systems had different
-memory, or sequences of different lengths, and no setting here gives both numbers.
+All problems arrive at once. Answers have the most tokens: 16K for QwQ-32B on two L40s, 8K for
+Qwen2.5-32B, 4K for Llama3-8B. The batch is the mean number of running sequences while others wait.
+Throughput is over the whole run. DiffKV's batch is limited as in the authors' command (16 for
+QwQ-32B), vLLM's by memory alone.
+
+With 26.8 % of the memory (Table 3) DiffKV's batch can be at most 3.7 times vLLM's in the same
+bytes. The paper's batches, 15.9 and 2.7, differ by 5.9 times. Its systems must have had different memory,
+or sequences of different lengths. No setting here gives both batches.
 
     atom unfused, kivi unfused
-        each step also writes keys and values in 16 bits and reads them again, as without a kernel
-        that fuses dequantisation with attention (§7.3). Their framework's host time is not
-        simulated.
+        Each step also writes keys and values in 16 bits and reads them again, as a framework must
+        without a kernel that fuses dequantisation with attention (§7.3). The framework's host time
+        is not simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,10 +62,10 @@ class Row(Case):
     """The results of a case.
 
     batch: mean running sequences while others wait.
-    tokens_per_s: of output, over the whole run.
+    tokens_per_s: output tokens a second, over the whole run.
     step_s: mean duration of a step while others wait.
     unfused_s: extra time of a step that writes and reads dequantised keys and values.
-    steps: with waiting sequences.
+    steps: number of steps with waiting sequences.
     """
 
     batch: float = 0.0
@@ -81,7 +83,7 @@ def simulate(case: Case) -> Row:
         gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
         recorded=case.recorded, seed=case.seed,
     )  # fmt: skip
-    # `most`: sequences of half the limit that fit at a twelfth of 16 bits.
+    # `most`: number of sequences of half the limit that fit at a twelfth of the 16-bit memory.
     fit = server.kv_tokens(case.gpu) / (server.limit / 2 + gpu.PROMPTS[1])
     most = server.most if case.system == DIFFKV else min(256, max(8, int(12 * fit)))
     config = gpu.config_of(case.system, server, case.gpu, most)
@@ -129,8 +131,8 @@ def measure(flags: ThroughputFlags, run: Run) -> Iterator[Row]:
 
 
 def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:
-    """batch_SYSTEM_MODEL. gain_SYSTEM_MODEL: throughput over vLLM's; of the first model also with
-    each knob."""
+    """batch_SYSTEM_MODEL, and gain_SYSTEM_MODEL: throughput over vLLM's. For the first model there
+    is also a gain for each changed constant."""
     numbers: dict[str, float | None] = {}
     for model in flags.models:
         for knob, factors in FACTORS.items():

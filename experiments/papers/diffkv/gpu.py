@@ -1,16 +1,16 @@
 """DiffKV and its baselines on simulated GPUs (§7.3): formats, KV memory, and a clock.
 
     vllm    pages of 16 bits
-    diffkv  K8V4 and K4V2 by the paper's thresholds for the model. A head keeps as much as one
-            recorded from the bundled model (`record_compression`): layers are matched by depth,
-            and their heads taken in turn
+    diffkv  K8V4 and K4V2 by the paper's thresholds for the model. A head keeps as many tokens as a
+            recorded head of the bundled model (`record_compression`). Layers are matched by depth,
+            and heads of a layer are assigned in turn
     quest   all pages, in 16 bits; a query reads half of a sequence of mean length
-    snapkv  half of the tokens, in 16 bits (Table 1 has SnapKV at 50 % of the memory)
+    snapkv  half of the tokens, in 16 bits (Table 1: SnapKV with 50 % of the memory)
     atom    all tokens in K4V4
     kivi    all tokens in K2V2
 
-KV memory is computed as in vLLM: 0.9 of the device, less weights and the activations of the most
-tokens in a step. These are the model's whole context, because the commands that the authors publish
+KV memory is computed as in vLLM: 0.9 of the device, less weights and the activations of the largest
+step. The largest step has the tokens of the model's whole context, because the authors' commands
 (DiffKV's benchmarks/benchmark_throughput.sh) limit outputs only, not sequences or steps. The
 commands limit DiffKV's batch to 16 sequences for QwQ-32B (the paper reports 15.9), 32 for
 Qwen2.5-32B, 64 for Llama3-70B and 128 for the small models. Prompts are as long as MATH's, and all
@@ -47,7 +47,7 @@ BASELINES = ("quest", "snapkv", "atom", "kivi")
 SYSTEMS = (VLLM, *BASELINES, DIFFKV)
 RECORDED = "models/bundled/diffkv_compression.json"
 UTILISATION = 0.9  # vLLM's share of a device's memory
-PROMPTS = (64, 256)  # least and most tokens of a problem of MATH, with its instructions
+PROMPTS = (64, 256)  # least and most tokens of a MATH problem, instructions included
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Server:
 
     gpus: number of GPUs.
     alphas: alpha_h and alpha_l (Fig. 10).
-    limit: tokens of an output.
-    most: sequences of DiffKV at once.
+    limit: output tokens of a request.
+    most: largest batch of DiffKV, in sequences.
     """
 
     model: str
@@ -75,7 +75,7 @@ class Server:
         return self.limit + PROMPTS[1]
 
     def kv_tokens(self, gpu: str) -> int:
-        """Tokens of 16-bit keys and values that fit beside weights and activations."""
+        """Tokens whose 16-bit keys and values fit beside weights and activations."""
         model = self.config
         of_device = UTILISATION * machine(gpu).memory_bytes
         parameters = sum(
@@ -110,7 +110,7 @@ class SimulatedFlags(Flags):
     seed: int = flag(0, "of all that is drawn", least=0)
 
     def changed(self, attention: float, host: float) -> "SimulatedFlags":
-        """These flags with further factors on the time of attention and of the host."""
+        """A copy of the flags with further factors on the time of attention and of the host."""
         return SimulatedFlags(
             gpu=self.gpu, host=self.host, attention_knob=attention * self.attention_knob,
             host_knob=host * self.host_knob, recorded=self.recorded, seed=self.seed,
@@ -146,7 +146,8 @@ def options_of(system: str, server: Server) -> dict[str, Any]:
 def config_of(
     system: str, server: Server, gpu: str = "l40", most: int = 256, longest: int = 0
 ) -> EngineConfig:
-    """most: sequences at once. longest: tokens of a sequence; 0 for the server's."""
+    """A system's configuration. most: largest batch, in sequences. longest: most tokens of a
+    sequence; 0 for `server.longest`."""
     longest = longest or server.longest
     return EngineConfig(
         max_model_len=longest, page_size=PAGE_SIZE, max_num_batched_tokens=max(longest, most),
@@ -172,7 +173,7 @@ def engine_of(flags: SimulatedFlags, server: Server, config: EngineConfig) -> En
 
 
 def requests_of(server: Server, count: int, seed: int, rate: float = float("inf")) -> list[Request]:
-    """Problems that arrive at `rate` a second."""
+    """`count` problems that arrive as a Poisson process at `rate` requests/s."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(PROMPTS[0], PROMPTS[1] + 1, count)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
@@ -186,8 +187,11 @@ def held(
     flags: SimulatedFlags, config: EngineConfig, model: ShardedModel, prompts: np.ndarray,
     contexts: np.ndarray,
 ) -> np.ndarray | None:  # fmt: skip
-    """The kept tokens, as `Layout.work` takes them, of sequences whose prompts of `prompts` [n]
-    tokens have grown to `contexts` [..., n]; None for a policy that keeps all."""
+    """Numbers of kept tokens, as an argument of `Layout.work`; None if the policy keeps all.
+
+    prompts: prompt tokens of each sequence, [n].
+    contexts: tokens of each sequence so far, [..., n].
+    """
     simulated = policy_of(config.policy).simulated
     if simulated is None:
         return None

@@ -1,14 +1,14 @@
 """Page management on the device and, for comparison, on the host (DiffKV §5.3, Fig. 13).
 
-A `Case` holds Llama-3-8B's heads of some sequences in the state after compression. Prompts: all
-heads get pages for the worst case, plan the pages that they keep, and return the surplus.
-Generation: a step in which each head adds a token in either precision. The device's page manager is
-the policy's.
+A `Case` is the state of sequences with Llama-3-8B's heads after compression. In the prompt phase
+all heads get pages for the worst case, plan the pages that they keep, and return the surplus. In a
+step of the generation phase each head adds a token of high or low precision. The page manager on
+the device is the policy's.
 
-`Twin` is the reference: it moves page by page through lists, and the others must equal it.
-`ThreadedManager` is fast host code: threads divide the sequences and work on whole arrays; only the
-prefix sums over sequences run in one thread. Its work begins with the counts on the device, where
-compression leaves them, and ends with the new pages copied back to the device.
+`Twin` is the reference. It moves one page at a time between lists; the other managers must hold the
+same pages. `ThreadedManager` is fast host code. Its threads divide the sequences and work on whole
+arrays; only the prefix sums over sequences run in one thread. Its time includes copying the counts
+of tokens from the device and copying the new pages back.
 """
 
 from collections import deque
@@ -27,13 +27,13 @@ from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.page_manager import Pages
 from pallas_kernels.specs import HEADS
 
-TOKENS, MORE = 1024, 256  # tokens of each prompt; room for generated tokens
+TOKENS, MORE = 1024, 256  # tokens of a prompt; most generated tokens
 HEADS_8B = 32 * HEADS["llama-3-8b"].K
 CHECKED_STEPS = 20
 
 
 class Twin:
-    """Page management in lists. Slot i is sequence i."""
+    """The reference: page management in lists. Slot i belongs to sequence i."""
 
     def __init__(self, num_pages: int, num_slots: int, num_heads: int):
         self.free = deque(range(num_pages))
@@ -57,7 +57,7 @@ class Twin:
             kind[slot][head].append(self.free.popleft())
 
     def equals(self, free_list, start, free, tables, high, low) -> bool:
-        """Whether a manager's arrays hold the same pages."""
+        """Whether another manager's arrays hold the same pages as these lists."""
         listed = free_list[(start + np.arange(free)) % len(free_list)]
         return listed.tolist() == list(self.free) and all(
             tables[slot, head, : high[slot, head]].tolist() == self.high[slot][head]
@@ -82,8 +82,8 @@ class ThreadedManager:
         return list(self._threads.map(work, range(len(self.tables))))
 
     def _take(self, counts) -> np.ndarray:
-        """Takes `counts` pages for each sequence; returns where each sequence's run begins in the
-        list."""
+        """Removes `counts` pages for each sequence from the free list. Returns the index of each
+        sequence's first page in the free list."""
         ends = np.cumsum(counts)
         first = self.start + ends - counts
         self.start = int(self.start + ends[-1]) % len(self.free_list)
@@ -103,7 +103,7 @@ class ThreadedManager:
             high, low = high_SxH[slot, :, None], low_SxH[slot, :, None]
             table = self.tables[slot]
             table[:, :allocated] = pages
-            # Low precision starts from the last page, at the right end of the table.
+            # Low precision starts with the last page, at the right end of the table.
             mirrored = M - allocated + column
             table[:, mirrored] = np.where(column >= allocated - low, pages, table[:, mirrored])
             self.high[slot], self.low[slot] = high_SxH[slot], low_SxH[slot]
@@ -122,7 +122,7 @@ class ThreadedManager:
         return self.tables
 
     def grow(self, high_SxH, low_SxH) -> np.ndarray:
-        """The new pages of all heads [S, H]; heads without a new page hold any value."""
+        """The new pages of all heads [S, H]; entries of heads without a new page are undefined."""
         either, M = high_SxH | low_SxH, self.tables.shape[2]
         counts = either.sum(1)
         first, pages = self._take(counts), np.zeros(either.shape, np.int32)
@@ -142,7 +142,7 @@ class ThreadedManager:
 
 
 class Case:
-    """Sequences in the state after compression. tokens: by precision, [S, H, 2]."""
+    """Sequences after compression. tokens: kept tokens [S, H, 2] in high and in low precision."""
 
     def __init__(self, sequences: int, seed: int):
         self.sequences, rng = sequences, np.random.default_rng(seed)
@@ -154,7 +154,7 @@ class Case:
         shape = sequences, HEADS_8B
         high = rng.integers(64, TOKENS // 2, shape)
         self.tokens = np.stack([high, rng.integers(0, TOKENS - high)], -1).astype(np.int32)
-        # The next token of each head; of high precision in a quarter of the heads.
+        # Whether a head adds tokens of high precision: a quarter of the heads.
         self.to_high = rng.random(shape) < 0.25
 
     def device(self) -> Pages:
@@ -165,12 +165,12 @@ class Case:
 
 
 def _planned(tokens, sizes):
-    """Pages of high and of low precision for `tokens` tokens, both [S, H, 2]."""
+    """Pages [S, H, 2] of high and of low precision for tokens [S, H, 2]."""
     return -(-tokens // np.array(sizes, np.int32))
 
 
 def _growing(tokens, to_high, sizes):
-    """[S, H, 2] whether a head needs a page of high or of low precision for one more token."""
+    """Whether a head needs a page of high or of low precision for one more token, [S, H, 2]."""
     full = tokens % np.array(sizes, np.int32) == 0
     return full & (to_high[..., None] == np.array([True, False]))
 
@@ -211,7 +211,7 @@ def is_exact(case: Case, threads: int, steps: int = CHECKED_STEPS) -> bool:
         twin.grow(*np.moveaxis(_growing(tokens, case.to_high, sizes), -1, 0))
         step_on_host(host, tokens, case.to_high, sizes)
         pages = step_on_device(pages, jnp.asarray(tokens), jnp.asarray(case.to_high), sizes)
-        # A new array, because the step may still read the old one.
+        # Not in place, because the step may still read the old array.
         tokens = tokens + np.stack([case.to_high, ~case.to_high], -1)
     free_list, start, free, tables, held = map(
         np.asarray, (pages.free_list, pages.start, pages.free, pages.tables, pages.held)

@@ -2,10 +2,10 @@
 
 python -m experiments.papers.diffkv.kernels_on_cpu
 
-A layer of Llama-3-8B's heads (32 query and 8 KV heads of 128), --batch sequences, with all tokens
-in one format, or half of them in K8V4 and half in K4V2. All formats read the same pool and parse
-its words in their own way; the dense op reads pages of float32. The cases take turns, and times are
-medians. Floors are the time of the bytes alone, at the machine's measured rate.
+One layer with Llama-3-8B's heads (32 query and 8 KV heads of 128) attends for --batch sequences.
+All tokens are in one format, or half are in K8V4 and half in K4V2. All formats read the same pool
+and decode its words differently; the dense op reads pages of float32. The cases take turns, and
+times are medians. A floor is the time to read the bytes at the machine's measured rate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,10 +47,10 @@ class KernelFlags(Flags):
 class Row:
     """A format at a length.
 
-    floor_ms: time of the bytes alone.
-    over_dense: time over the dense op's.
-    bytes: of keys and values, their scales included, that must be read.
-    times_fewer_bytes: the dense op's bytes over these, the speedup that bytes allow.
+    floor_ms: time to read the bytes.
+    over_dense: time over the dense op's time.
+    bytes: bytes of keys and values to read, scales included.
+    times_fewer_bytes: the dense op's bytes over `bytes`, an upper bound of the speedup.
     """
 
     format: str
@@ -63,8 +63,7 @@ class Row:
 
 
 def formats_of(name: str, head_dim: int) -> tuple[PageFormat, PageFormat]:
-    """Page formats of high and of low precision; a page has the words of PAGE_SIZE tokens of
-    K8V8."""
+    """Page formats of high and of low precision. A page is as large as PAGE_SIZE tokens in K8V8."""
     words = PageFormat.holding(PAGE_SIZE, *parse_format("K8V8", head_dim, "float16")).words
     names = name.split("+") if "+" in name else [name, name]
     first, second = (PageFormat(*parse_format(n, head_dim, "float16"), words) for n in names)
@@ -91,17 +90,17 @@ class Pool:
 
     @classmethod
     def shape(cls, heads: Heads, batch: int, longest: int) -> tuple[int, int]:
-        """Pages, and words of each."""
+        """Number of pages, and words of a page."""
         return batch * heads.K * cls.width(longest), formats_of("K8V8", heads.D)[0].words
 
     def counts(self, name: str, tokens: int):
-        """[S, K, 2] tokens of high and of low precision, the same for all heads."""
+        """Tokens [S, K, 2] of high and of low precision, equal for all heads."""
         high = tokens // 2 if name == MIXED else tokens
         of_head = jnp.array([high, tokens - high], jnp.int32)
         return jnp.broadcast_to(of_head, (self.batch, self.heads.K, 2))
 
     def tables_of(self, name: str):
-        """Tables as wide as an engine's for this format, because attention's scores are as wide."""
+        """Block tables as wide as an engine's for this format; attention's scores are as wide."""
         tokens = formats_of(name, self.heads.D)[0].tokens
         return self.tables[..., : -(-self.longest // tokens) + 1]
 
@@ -128,7 +127,7 @@ def attend_dense(q, k_pages, v_pages, tables, lengths):
 
 def check(flags: KernelFlags, heads: Heads = HEADS["llama-3-8b"]) -> None:
     pages, words = Pool.shape(heads, flags.batch, max(flags.tokens))
-    # The words, with twice as many while they are drawn; later the dense op's keys and values.
+    # Drawing takes three times the words; later there are the words and the dense keys and values.
     size = 4 * pages * max(3 * words, words + 2 * PAGE_SIZE * heads.D)
     run_record.check_memory("--tokens and --batch", size)
 
@@ -172,7 +171,7 @@ def draw(_: KernelFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """decode_over_dense: of K4V2, at the length where it is worst."""
+    """decode_over_dense: K4V2's time over the dense op's, the largest over the lengths."""
     found = [row.over_dense for row in rows if row.format == "K4V2"]
     return {"decode_over_dense": max(found, default=None)}
 

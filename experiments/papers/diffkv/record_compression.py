@@ -57,7 +57,7 @@ class Row:
     """A head at one length.
 
     phase: PROMPT for prefilled tokens, GENERATED for generated ones.
-    tokens: of the sequence.
+    tokens: tokens of the sequence.
     high, low: tokens that the head keeps in each precision, means over sequences.
     """
 
@@ -85,8 +85,8 @@ def engine_of(flags: RecordFlags, alpha: tuple[float, float]) -> Engine:
 def kept(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, lengths: Sequence[int], seed: int
 ) -> dict[int, np.ndarray]:
-    """By length: [L * K, 2] tokens that each head keeps in each precision when a sequence reaches
-    that length, mean over the sequences."""
+    """Tokens [L * K, 2] that each head keeps in each precision when a sequence reaches a length, by
+    length; means over the sequences."""
     for i, prompt in enumerate(prompts):
         how = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=seed + i)
         engine.add_request(prompt, how)
@@ -151,7 +151,7 @@ def stored(flags: RecordFlags, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def values(flags: RecordFlags, rows: Sequence[Row]) -> Values:
-    """PHASE_memory_ALPHA_H_ALPHA_L: bytes of tokens at the greatest length over those of 16 bits.
+    """PHASE_memory_ALPHA_H_ALPHA_L: bytes of kept tokens at the greatest length over 16-bit bytes.
     PHASE_pruned_ALPHA_H_ALPHA_L: share of dropped tokens."""
     longest = flags.ascending[-1]
     head_dim = checkpoint.load_config(flags.model).head_dim

@@ -20,7 +20,8 @@ def named(engine: Any) -> list[Mechanism]:
 
 
 def seen(engine: Any) -> dict[str, int]:
-    """Tokens, summed over all heads. demoted: in a lower precision than new tokens. dropped."""
+    """Numbers of demoted and of dropped tokens, summed over all heads. A demoted token has a lower
+    precision than new tokens."""
     demoted = dropped = 0
     heads = [head for shard in engine.executor.snapshot() for slot in shard.heads for head in slot]
     for levels in heads:

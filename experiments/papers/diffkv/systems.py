@@ -9,7 +9,7 @@ from experiments.papers.lserve.gates import gates_of
 from paged.config import EngineConfig
 
 REFERENCE = "16 bits"
-PAGE_SIZE = 16  # tokens of high precision
+PAGE_SIZE = 16  # tokens of high precision in a page
 BUDGETED = {
     "H2O": {"prompt_rule": "h2o", "generation_rule": "h2o"},
     "SnapKV": {"prompt_rule": "snapkv", "generation_rule": "keep"},
@@ -27,14 +27,14 @@ def reference(flags: AccuracyFlags) -> EngineConfig:
 
 
 def policy(flags: AccuracyFlags, **chosen: Any) -> EngineConfig:
-    """DiffKV with these policy options. Raises ValueError for invalid ones."""
+    """DiffKV with the policy options `chosen`. Raises ValueError for invalid options."""
     return _config(flags, policy="diffkv", policy_options=chosen)
 
 
 def three_levels(flags: AccuracyFlags, alpha: Sequence[float]) -> EngineConfig:
-    """16 bits, K8V4 and K4V2 (§7.2), with an alpha for each. Pages take about the memory of
-    DiffKV's: they have half as many tokens of the highest precision, and each token takes twice as
-    much."""
+    """DiffKV with three levels (§7.2): 16 bits, K8V4 and K4V2, with an alpha for each. A page takes
+    about as much memory as in DiffKV: it has half as many tokens of the highest precision, and
+    each takes about twice the bytes."""
     chosen: dict[str, Any] = {"top": "K16V16"}
     chosen |= dict(zip(("alpha_top", "alpha_h", "alpha_l"), alpha, strict=True))
     return _config(flags, policy="diffkv", policy_options=chosen, page_size=PAGE_SIZE // 2)
@@ -46,7 +46,8 @@ def uniform_options(name: str) -> dict[str, Any]:
 
 
 def pruning_options(method: str, budget: float) -> dict[str, Any]:
-    """Options that prune to a share of the tokens, kept in 16 bits. method: of `BUDGETED`."""
+    """Options that prune to a share of the tokens, kept in 16 bits. method: a key
+    of `BUDGETED`."""
     return uniform_options("K16V16") | BUDGETED[method] | {"budget": budget}
 
 
@@ -59,8 +60,8 @@ def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
 
 
 def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:
-    """DuoAttention: `share` of the KV heads stream, by the gates of this file; all tokens in 16
-    bits."""
+    """DuoAttention, all tokens in 16 bits. gates: path of the gate file. share: share of KV heads
+    that stream, chosen by the gates."""
     all_pages = flags.longest + PAGE_SIZE
     chosen = {"gates": gates_of(flags, gates), "streaming_share": share}
     return _lserve(flags, **chosen, budget=all_pages)

@@ -2,14 +2,20 @@
 
 python -m experiments.papers.diffkv.table1_accuracy_memory
 
-The bundled model answers the same prompts with all keys and values in 16 bits, and with: DiffKV at
-each of --alphas; three levels, 16 bits, K8V4 and K4V2, at each of --three_levels; uniform INT4; H2O
-and SnapKV at each of --budgets; DuoAttention (--duo_share of the heads stream, by --gates; left out
-without them); and Quest (--quest_budget tokens are read; all are kept, with statistics beside
-them). Memory is measured while they run (`kv_memory_fraction`: pages with all their contents, over
-16-bit pages). The first of --alphas is compared with H2O and SnapKV at their least budget that
-takes no less memory. INT4 is compared with the system of --alphas that takes the most memory up to
-INT4's.
+The bundled model answers the same prompts with each system:
+
+    16 bits       all keys and values
+    DiffKV        each of --alphas
+    three levels  16 bits, K8V4 and K4V2, at each of --three_levels
+    INT4          all keys and values
+    H2O, SnapKV   each of --budgets
+    DuoAttention  --duo_share of the heads stream, chosen by --gates; not run without --gates
+    Quest         all tokens are kept, with statistics; a query reads --quest_budget tokens
+
+Memory is measured while sequences run. `kv_memory_fraction` is the size of the pages, with scales
+and statistics, over 16-bit pages. The first of --alphas is compared with H2O and SnapKV at the
+least budget with at least its memory. INT4 is compared with the system of --alphas that takes the
+most memory up to INT4's.
 
 Claim: the first of --alphas takes at most 0.40 of the memory, and the lower bound of its paired
 difference over all prompts is above −2 points (paper: 0.3 points less at 0.19 to 0.37).
@@ -76,7 +82,7 @@ class MemoryFlags(AccuracyFlags):
 
 
 def _separated(text: str) -> tuple[float, ...]:
-    """The numbers between slashes; empty if any is not a number."""
+    """The numbers between slashes; empty if a part is not a number."""
     try:
         return tuple(float(each) for each in text.split("/"))
     except ValueError:
@@ -92,7 +98,7 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
         {of_alpha(*pair): systems.policy(flags, alpha_h=pair[0], alpha_l=pair[1])}
         for pair in flags.pairs
     )
-    # The systems of the claims come first.
+    # The systems of the claims run first.
     found = {REFERENCE: systems.reference(flags)} | ours
     for budget in flags.budgets:
         found |= {of_budget(m, budget): systems.budgeted(flags, m, budget) for m in BUDGETED}
@@ -108,7 +114,7 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
 
 
 def families(flags: MemoryFlags) -> dict[str, list[str]]:
-    """Names of systems, for each family that is drawn as one."""
+    """Names of systems by family. A family is drawn as one line."""
     found = {"DiffKV": [of_alpha(*pair) for pair in flags.pairs]}
     found["three levels"] = [of_three(alpha) for alpha in flags.triples]
     found |= {name: [name] for name in (INT4, DUO, QUEST)}

@@ -4,9 +4,9 @@
     python -m experiments.papers.diffkv.table3_thinking --model=FOLDER --problems=math.jsonl \\
         --match=contains --contexts=32768
 
-Generated tokens propagate the errors of compressed ones: every answer is a chain of 24 to 40
-statements, each computed from earlier statements. --problems takes MATH, GPQA or AIME, for a model
-that reasons.
+Every answer is a chain of 24 to 40 statements, each computed from earlier statements, so
+that errors of compressed tokens propagate to later tokens. For a reasoning model --problems accepts
+MATH, GPQA or AIME.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from experiments.study import Values
 
 TASKS = ("cot_long", "cot_32", "cot_40")
 MODEL = "Qwen/QwQ-32B"
-GOAL = -2.0  # points
+GOAL = -2.0  # least difference to 16 bits, points
 # Scores of QwQ-32B.
 BENCHMARKS = ("math", "gpqa", "aime24")
 PAPER = {
@@ -41,7 +41,7 @@ class ThinkingFlags(DiffKVFlags):
 
 
 def values(_: ThinkingFlags, rows: Sequence[Row]) -> Values:
-    """Scores by task; differences to 16 bits over all prompts, DiffKV's with its lower bound."""
+    """Scores by task, differences to 16 bits over all prompts, and the lower bound of DiffKV's."""
     found = accuracy.pooled(rows)
     numbers = dict(benchmarks.scores(rows))
     for name, row in found.items():

@@ -4,13 +4,13 @@ python -m experiments.papers.punica.adapter_slots
 
 Requests for --adapters LoRA adapters, with popularities by a Zipf law, arrive faster than they can
 be served. The device holds --adapter_slots adapters. A request waits until its adapter is loaded;
-later requests may overtake it at most `max_overtakes` times. The run is repeated for several of
-these bounds, in simulated time; loads take --load_ms each, one after the other.
+later requests may overtake it at most `max_overtakes` times. The run is repeated for several
+values of this bound, in simulated time. Adapters are loaded one after the other, --load_ms each.
 
 Each run is checked by its log: no request is overtaken more often than the bound allows, and a
-replay of the log gives the same schedule. Claims (ours; the paper has none): the mean time to first
-token falls as the bound rises, to at most half at a bound of 64, and hardly further without a
-bound; most of the load time overlaps with steps.
+replay of the log gives the same schedule. The claims are ours: the mean TTFT falls as
+the bound rises, to at most half at a bound of 64, and hardly further without a bound. Most of
+the load time overlaps with steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=256, max_model_len=256, kv_cache_tokens=4096,
     max_adapter_rank=random_adapters.RANK,
 )  # fmt: skip
-PROMPT, OUTPUT = (5, 120), (5, 60)  # tokens, from … to
+PROMPT, OUTPUT = (5, 120), (5, 60)  # least and most tokens
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SlotFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A run. loads to most_overtaken: as in `adapters.measure`."""
+    """A run. The fields from `loads` to `most_overtaken` are computed by `adapters.measure`."""
 
     engine: str
     max_overtakes: int
@@ -127,7 +127,8 @@ def simulate(
     model: ModelConfig, config: EngineConfig, requests: Sequence[Request], names: Sequence[str],
     load_s: float,
 ) -> Engine:  # fmt: skip
-    """Serve all requests in simulated time and return the engine. load_s: of one adapter."""
+    """Serve all requests in simulated time and return the engine. load_s: seconds to load one
+    adapter."""
     executor = SimulatedExecutor(
         LinearCost(), vocab_size=model.vocab_size, first_token=3, adapter_page_s=load_s
     )

@@ -37,7 +37,11 @@ class BatchFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """change: a name of `knobs.CHANGES`; empty for none. attention_ms: attention's part of `ms`."""
+    """A step at one batch size and length.
+
+    change: the changed constant of the clock, a name of `knobs.CHANGES`; empty for no change.
+    attention_ms: attention's part of `ms`.
+    """
 
     stage: str
     length: int
@@ -81,8 +85,8 @@ def holds(v) -> bool:
 
 
 def values(_: BatchFlags, rows: Sequence[Row]) -> Values:
-    """STAGE_ms_LENGTH_bBATCH: of the smallest and the largest batch. STAGE_growth_LENGTH: their
-    ratio."""
+    """STAGE_ms_LENGTH_bBATCH: milliseconds of a step with the smallest and with the largest batch.
+    STAGE_growth_LENGTH: the ratio of these two times."""
     return knobs.values(rows, _found, holds)
 
 

@@ -46,7 +46,7 @@ def model() -> ModelConfig:
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment of a cluster: requests of each GPU, and their tokens so far."""
+    """A moment of a cluster: the requests of each GPU, and their tokens so far."""
 
     time_s: float
     working_sets: dict[str, list[str]]

@@ -38,8 +38,12 @@ def intensity(row: Row) -> float:
 
 
 def values(_: RooflineFlags, rows: Sequence[Row]) -> Values:
-    """Growth from the smallest batch to the largest: intensity_growth_*, counted;
-    predicted_flops_growth_*; flops_growth_*, measured."""
+    """Growth factors from the smallest batch to the largest.
+
+    intensity_growth_*: arithmetic intensity, by the paper's formulas.
+    predicted_flops_growth_*: predicted throughput.
+    flops_growth_*: measured throughput.
+    """
     numbers: dict[str, float | None] = {}
     for popularity in POPULARITIES:
         mine = sgmv.of(rows, EXPAND, popularity, RANK)

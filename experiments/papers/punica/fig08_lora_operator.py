@@ -2,7 +2,8 @@
 
     python -m experiments.papers.punica.fig08_lora_operator
 
-Rank 16, a panel for each popularity. Predicted and, where there is a GPU, measured (`sgmv_on_gpu`).
+The rank is 16; each popularity has a panel. Times are predicted and, on a GPU, also measured
+(`sgmv_on_gpu`).
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ class ImplementationFlags(sgmv.OperatorFlags):
 
 
 def values(flags: ImplementationFlags, rows: Sequence[Row]) -> Values:
-    """growth_*: of SGMV's time from the smallest batch to the largest. NAME_over_sgmv_*: times at
-    the largest batch. predicted_*: the same, predicted."""
+    """growth_*: growth of SGMV's time from the smallest batch to the largest.
+    NAME_over_sgmv_*: ratio of times at the largest batch. predicted_*: the same, predicted."""
     numbers: dict[str, float | None] = {}
     for popularity in POPULARITIES:
         mine = sgmv.of(rows, SGMV, popularity, RANK)

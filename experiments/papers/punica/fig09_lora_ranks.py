@@ -2,8 +2,8 @@
 
     python -m experiments.papers.punica.fig09_lora_ranks
 
-SGMV at ranks 8 to 64, a panel for each. Predicted and, where there is a GPU, measured
-(`sgmv_on_gpu`). Adapter pages have 16 ranks, so ranks 8 and 16 take the same time.
+SGMV runs at ranks 8 to 64, with a panel for each rank. Times are predicted and, on a GPU, also
+measured (`sgmv_on_gpu`). Adapter pages have 16 ranks, so ranks 8 and 16 take the same time.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class RankFlags(sgmv.OperatorFlags):
 
 
 def values(_: RankFlags, rows: Sequence[Row]) -> Values:
-    """us_rank_*: of distinct adapters at the largest batch. us_growth: from the smallest rank to
-    the largest. predicted_*: the same, predicted."""
+    """us_rank_*: microseconds with distinct adapters at the largest batch. us_growth: growth of
+    this time from the smallest rank to the largest. predicted_*: the same, predicted."""
     numbers: dict[str, float | None] = {}
     for rank in dict.fromkeys(row.rank for row in rows):
         last = {p: sgmv.of(rows, SGMV, p, rank)[-1] for p in POPULARITIES}

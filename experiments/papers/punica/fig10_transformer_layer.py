@@ -3,9 +3,9 @@ simulated time.
 
 python -m experiments.papers.punica.fig10_transformer_layer
 
-A decode step of one layer of Llama-2: its products, attention and SGMV launches. Each sequence has
---lengths tokens. SGMV reads each adapter of the batch once, however many rows use it. 'base' is the
-layer without adapters.
+A case is a decode step of one layer of Llama-2: products, attention and SGMV launches. Each
+sequence has --lengths tokens. SGMV reads each adapter of the batch once, however many rows use it.
+'base' is the layer without adapters.
 """
 
 import itertools
@@ -43,9 +43,9 @@ class LayerFlags(Flags):
 class Row:
     """One case.
 
-    adapters: distinct adapters of the batch; 0 without LoRA.
-    change: a name of `knobs.CHANGES`; empty for none.
-    us: of the layer.
+    adapters: number of distinct adapters in the batch; 0 without LoRA.
+    change: the changed constant of the clock, a name of `knobs.CHANGES`; empty for no change.
+    us: microseconds of the layer.
     attention_us, lora_us: their parts of `us`.
     """
 
@@ -63,7 +63,7 @@ class Row:
 def measure(flags: LayerFlags, _) -> Iterator[Row]:
     batches, lengths = sorted(set(flags.batches)), sorted(set(flags.lengths))
     config = EngineConfig(max_model_len=max(lengths))
-    pages = -(-flags.rank // PAGE_RANKS)  # of each adapter
+    pages = -(-flags.rank // PAGE_RANKS)  # pages of each adapter
     for name, (change, knob) in itertools.product(flags.models, knobs.OF_ATTENTION.items()):
         model = checkpoint.load_config(f"configs/models/{name}")
         cost = StepCost.declare(model, config, flags.gpu, attention_knob=knob)
@@ -109,9 +109,9 @@ def holds(v) -> bool:
 
 
 def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
-    """growth_POPULARITY_MODEL_LENGTH: of latency from the smallest batch to the largest. At the
-    largest batch: distinct_over_base_MODEL_LENGTH, and slowest_over_fastest_MODEL_LENGTH of the
-    popularities."""
+    """growth_POPULARITY_MODEL_LENGTH: growth of latency from the smallest batch to the largest.
+    distinct_over_base_MODEL_LENGTH: ratio of latencies at the largest batch.
+    slowest_over_fastest_MODEL_LENGTH: the same, of the slowest to the fastest popularity."""
     return knobs.values(rows, _found, holds)
 
 

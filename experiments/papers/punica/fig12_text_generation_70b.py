@@ -3,7 +3,7 @@ time.
 
     python -m experiments.papers.punica.fig12_text_generation_70b
 
-As `fig11_text_generation`, with Megatron's tensor parallelism.
+The setting is `fig11_text_generation`'s, with Megatron's tensor parallelism.
 """
 
 from collections.abc import Mapping

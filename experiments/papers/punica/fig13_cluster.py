@@ -2,13 +2,13 @@
 
     python -m experiments.papers.punica.fig13_cluster
 
-The rate of the Poisson arrivals rises from 0 to --peak_rate and falls again; adapters follow the
-paper's Zipf-1.5. The paper does not give its lengths. With ShareGPT's, 32 sequences would fill half
-of a GPU's KV memory, and no request would ever migrate for lack of memory. Here requests are the
-ends of conversations, as in vLLM's chatbot (§6.5): 32 of them nearly fill the memory.
---lengths=sharegpt shows the difference.
+The rate of the Poisson arrivals rises from 0 to --peak_rate and falls again. Popularities of
+adapters follow the paper's Zipf-1.5. The paper gives no lengths of prompts and outputs. With
+ShareGPT's lengths 32 sequences would fill half of a GPU's KV memory, and no request would migrate
+for lack of memory. Here requests are the ends of conversations, as in vLLM's chatbot (§6.5), and
+32 sequences nearly fill the memory. --lengths=sharegpt shows the difference.
 
-A row is one sample of the cluster. Samples are --period_s seconds apart, and all of them count.
+A row is one sample of the cluster. Samples are --period_s seconds apart; none is discarded.
 """
 
 import itertools
@@ -39,8 +39,8 @@ CONFIG = EngineConfig(
     max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=2048, max_prefills_per_step=1,
     kv_cache_tokens=40_464, adapter_slots=16, max_adapter_rank=RANK,
 )  # fmt: skip
-STAYS_S = 60.0  # an idle GPU stays idle if it is idle this much later
-FULL = 0.9  # the share of the largest batch from which a GPU counts as full
+STAYS_S = 60.0  # an idle GPU stays idle if it is idle this many seconds later
+FULL = 0.9  # share of the largest batch from which a GPU is full
 USUALLY, LIKELY, OCCASIONALLY = 0.75, 0.9, 0.05
 
 
@@ -60,11 +60,11 @@ class ClusterFlags(Flags):
 class Row:
     """The cluster at one time.
 
-    rate: offered requests/s.
-    tokens, ended, evictions, consolidations, adapter_loads: since the start.
-    batches: sequences of each GPU.
+    rate: requests/s that arrive.
+    tokens, ended, evictions, consolidations, adapter_loads: counts since the start.
+    batches: running sequences of each GPU.
     kv_used: used share of each GPU's KV memory.
-    change: the changed constant of the clock (`knobs.CHANGES`), or empty.
+    change: the changed constant of the clock (`knobs.CHANGES`); empty for no change.
     """
 
     time_s: float
@@ -117,8 +117,8 @@ def cluster_of(
 
 
 def serve(flags: ClusterFlags, change: str, stopped: Callable[[], bool]) -> list[Row]:
-    """The samples of a whole run. change: the changed constant of the clock (`knobs.CHANGES`), or
-    empty."""
+    """The samples of a whole run. change: the changed constant of the clock (`knobs.CHANGES`);
+    empty for no change."""
     serving = cluster_of(flags, **knobs.CHANGES.get(change, {}))
     cluster, rows = serving.cluster, list[Row]()
 
@@ -154,12 +154,11 @@ def measure(flags: ClusterFlags, run: Run) -> Iterator[Row]:
 def hour_values(flags: ClusterFlags, rows: Sequence[Row]) -> Values:
     """Numbers of a whole run.
 
-    busy_full: share of the samples of busy GPUs with a full batch.
-    idle_stays_idle: how often an idle GPU is idle STAYS_S later.
-    gpus_over_needed: time of busy GPUs over the time that full batches would take for the same
-        sequences.
+    busy_full: share of samples of busy GPUs in which the batch is full.
+    idle_stays_idle: share of samples of idle GPUs that are also idle STAYS_S seconds later.
+    gpus_over_needed: time of busy GPUs over the time that the same sequences need in full batches.
     evictions: migrations for lack of memory.
-    moved: evictions over requests.
+    moved: evictions over ended requests.
     """
     batches, most = np.array([row.batches for row in rows]), CONFIG.max_num_seqs
     busy, times = batches > 0, np.array([row.time_s for row in rows])

@@ -2,8 +2,8 @@
 
 python -m experiments.papers.punica.lora_engine_cpu
 
-The idea of Punica's §7.2, with a random adapter of all projections for each request. These systems
-take turns in one process, with the same weights, prompts and lengths:
+The experiment follows Punica's §7.2, with a random adapter of all projections for each request.
+These systems take turns in one process, with the same weights, prompts and lengths:
 
     base           an engine without adapters
     idle           an engine with adapters on the device; the batch uses none
@@ -47,7 +47,7 @@ from paged.validation import check_model
 from pallas_kernels.specs import Cost, Rates
 
 PEFT = "peft"
-# The least that each value must be; for the last one, the most.
+# Lower bounds of the values; the last is an upper bound.
 GOALS = {
     "distinct_over_identical_100m": 0.85,
     "distinct_over_base_100m": 0.75,
@@ -135,7 +135,7 @@ def contestants(
 def race_model(
     name: str, folder: Path, flags: LoraFlags, scratch: Path, peft: bool
 ) -> Iterator[Row]:
-    """peft: whether PEFT takes part."""
+    """Time the systems with one model. peft: whether PEFT is one of the systems."""
     model, params = checkpoint.load(folder)
     prompts = race.make_prompts(model.vocab_size, flags.batch, flags.prompt_tokens, flags.seed)
     rates = Rates.best(roofline.measure(model, flags.batch))
@@ -160,8 +160,8 @@ def values(_: LoraFlags, rows: Sequence[Row]) -> Values:
     """The ratios of `GOALS`, and the decode rate of every system.
 
     distinct_over_*, speedup_over_one_at_a_time_*: ratios of decode tokens a second.
-    speedup_over_peft_bundled: ratio of all seconds, prompts included.
-    idle_lora_overhead: ratio of CPU time, idle over base, of the model with the larger one.
+    speedup_over_peft_bundled: ratio of total seconds, prompts included.
+    idle_lora_overhead: CPU time of `idle` over `base`, the largest ratio of the models.
     """
 
     def ratio(model: str, above: str, below: str, field: str = "decode_tokens_per_s"):

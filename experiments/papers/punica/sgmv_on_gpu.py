@@ -1,8 +1,8 @@
 """Times of the LoRA operator x·A·B (Punica §7.1): predicted for an H200 from the compiled SGMV, and
 measured on this machine's GPU, beside a loop over adapters and Gather-BMM.
 
-SGMV's launches and its share of the bandwidth are those of the compiled kernel (`kernels`). The
-loop launches one product with A and one with B for each adapter; Gather-BMM launches two gathers
+SGMV's launches and its share of the bandwidth come from the compiled kernel (`kernels`). The loop
+launches one product with A and one with B for each adapter; Gather-BMM launches two gathers
 and two batched products. Their bytes follow the paper's formulas and move at SGMV's bandwidth.
 """
 
@@ -51,9 +51,9 @@ class OperatorFlags(Flags):
 class Row:
     """A call.
 
-    flops, io_bytes: by the paper's formulas.
-    least_us, most_us: predicted.
-    us: measured; None without a GPU.
+    flops, io_bytes: operations and bytes by the paper's formulas.
+    least_us, most_us: bounds of the predicted time.
+    us: measured time; None without a GPU.
     """
 
     implementation: str
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. rank: of all adapters. inputs, outputs: widths of the projection."""
+    """One call. rank: rank of each adapter. inputs, outputs: widths of the projection."""
 
     popularity: str
     batch: int
@@ -106,8 +106,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Weights:
-    """The input x and `batch` adapters of one rank. The weights are in pages as `sgmv` takes them,
-    and for the other implementations a [batch, I, rank] and b [batch, rank, O]."""
+    """The input x and `batch` adapters of one rank. `sgmv` reads the weights from pages; the other
+    implementations read a [batch, I, rank] and b [batch, rank, O]."""
 
     x: jax.Array
     a_pages: jax.Array
@@ -212,7 +212,7 @@ def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]
 
 
 def predicted(case: Case, implementation: str, compiled: Compiled) -> tuple[int, Cost]:
-    """Launches of a call, and its cost."""
+    """The number of launches of a call, and the cost of the call."""
     cost, n = case.cost, len(case.lengths)
     if implementation == EXPAND:
         return compiled.launches // 2, case.expand_cost
@@ -222,7 +222,7 @@ def predicted(case: Case, implementation: str, compiled: Compiled) -> tuple[int,
         # Gather writes the weights of each token, and BMM reads these copies (§7.1).
         weights = case.rank * (case.inputs + case.outputs) * np.dtype(np.float16).itemsize
         return 4, Cost(cost.bytes + 2 * case.batch * weights, cost.flops)
-    # Pages of adapters are read whole.
+    # SGMV reads all ranks of an adapter page, even if the adapter has fewer.
     paged = replace(case, rank=-(-case.rank // PAGE_RANKS) * PAGE_RANKS)
     return compiled.launches, paged.cost
 
@@ -264,13 +264,14 @@ def middle_us(row: Row) -> float:
 
 
 def growth(mine: Sequence[Row]) -> tuple[float, float | None]:
-    """The growth of time from the smallest batch to the largest: predicted, and measured."""
+    """The growth of predicted and of measured time from the smallest batch to the largest."""
     first, last = mine[0], mine[-1]
     return middle_us(last) / middle_us(first), last.us / first.us if last.us and first.us else None
 
 
 def plot(axes: Axes, mine: Sequence[Row], colour: str, label: str) -> None:
-    """Draws times over the batch size: predicted, a dotted line in a band; measured, points."""
+    """Draws times over the batch size: predicted ones as a dotted line in a band, measured ones as
+    points."""
     x = [row.batch for row in mine]
     low, high = [row.least_us for row in mine], [row.most_us for row in mine]
     axes.fill_between(x, low, high, alpha=0.35, color=colour, linewidth=0)

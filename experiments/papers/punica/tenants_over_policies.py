@@ -3,10 +3,10 @@
     python -m experiments.papers.punica.tenants_over_policies
 
 The tenants are the nine adapters of the bundled model, and the model without one. All get the same
-questions, and each expects the answer in its own format. Batches mix the tenants over
---adapter_slots. Then the same engine serves each request alone: the tokens must be the same. At
-last the policies take turns with the whole batch, timed. Memory is the mean size of a sequence's
-pages while it runs, over that of 16-bit pages.
+questions, and each expects the answer in its own format. Batches mix the tenants in
+--adapter_slots slots. Then the same engine serves each request alone, and the tokens must be the
+same. Finally each policy in turn serves the whole batch and is timed. Memory is the mean size of a
+running sequence's pages over the size of 16-bit pages.
 """
 
 import random
@@ -41,7 +41,7 @@ FOLDERS = popularity.folders(BUNDLED / "adapters")
 BASE, VLLM = "no adapter", "vllm"
 POLICIES = (VLLM, "lserve", "diffkv", "diffkv_streaming")
 TENANTS = (BASE, *FOLDERS)
-LOSS, MEMORY = 0.05, 0.5  # at most: right answers below vLLM's; DiffKV's memory over vLLM's
+LOSS, MEMORY = 0.05, 0.5  # most right answers below vLLM's; most of DiffKV's memory over vLLM's
 Asked = tuple[str, tasks.TaskPrompt]  # tenant, prompt
 
 
@@ -65,10 +65,11 @@ class TenantFlags(Flags):
 class Row:
     """Requests of a tenant, or of all tenants, under a policy.
 
-    right: requests with an exact answer.
-    as_alone: requests with the tokens that they have when served alone.
-    output_tokens_per_s: median over the rounds; of all tenants only.
-    kv_memory_fraction: `kv_held.Held.fraction`, 1 without compression; of all tenants only.
+    right: number of requests with an exact answer.
+    as_alone: number of requests with the same tokens in the batch and alone.
+    output_tokens_per_s: median over the rounds; None in the row of one tenant.
+    kv_memory_fraction: `kv_held.Held.fraction`, 1 without compression; None in the row of one
+        tenant.
     """
 
     policy: str
@@ -91,7 +92,7 @@ def configs(flags: TenantFlags) -> dict[str, EngineConfig]:
         "diffkv_streaming": ("diffkv", 16, streaming),
     }
     model = checkpoint.load_config("bundled")
-    longest = -(-(flags.context + 16) // 64) * 64  # some formats' answers are longer
+    longest = -(-(flags.context + 16) // 64) * 64  # some answer formats need more tokens
     common: dict[str, Any] = {
         "max_num_seqs": 16, "max_prefills_per_step": 4, "kv_cache_tokens": 17 * longest,
         "kv_dtype": "float16", "adapter_slots": flags.adapter_slots, "max_adapter_rank": 16,
@@ -156,10 +157,11 @@ def measure(flags: TenantFlags, run: Run) -> Iterator[Row]:
 def values(_: TenantFlags, rows: Sequence[Row]) -> Values:
     """Numbers by policy.
 
-    right_*: share of right answers; least_right_*: of the worst tenant.
+    right_*: share of right answers.
+    least_right_*: share of right answers of the worst tenant.
     as_alone: share of requests with the same tokens as alone, the least of all rows.
-    memory_*: of sequences, over 16-bit pages.
-    throughput_*: over vLLM's.
+    memory_*: memory of sequences over 16-bit pages.
+    throughput_*: output tokens a second over vLLM's.
     """
     whole = {row.policy: row for row in rows if row.tenant == ALL}
     numbers: dict[str, float | None] = {"as_alone": min(r.as_alone / r.requests for r in rows)}

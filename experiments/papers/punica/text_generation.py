@@ -2,15 +2,15 @@
 §7.2), in simulated time. Figs. 11 and 12 share this module.
 
 All requests arrive at the start and are served first come, first served, in batches of up to 32,
-with one prefill a step:
+with one prefill a step. The systems are
 
     punica             LoRA; a batch has requests of any adapters
     vllm               the backbone without LoRA; a batch has requests of one adapter only
-    fastertransformer  as vllm, and a batch goes on until its longest request has ended
+    fastertransformer  like vllm, but a batch runs until its longest request has ended
 
-A batch of one adapter holds only requests that follow each other in the queue, and these systems
-switch adapters at no cost, as in the paper. Punica loads each adapter when a request needs it.
-Prompts have ShareGPT's mean length; 1,000 requests generate 101k tokens, as the paper counts.
+In vllm and fastertransformer a batch contains only requests that are adjacent in the queue, and
+switching adapters costs nothing, as in the paper. Punica loads each adapter when a request needs
+it. Prompts have ShareGPT's mean length; 1,000 requests generate 101k tokens, as in the paper.
 """
 
 import itertools
@@ -42,8 +42,8 @@ NO_HOST = "no host time"
 
 @dataclass(frozen=True)
 class Server:
-    """A Llama-2 model and its GPUs. kv_tokens: that fit in 90 % of the GPUs' memory less the
-    weights."""
+    """A Llama-2 model and its GPUs. kv_tokens: tokens of KV cache that fit in 90 % of the GPUs'
+    memory less the weights."""
 
     model: str
     gpu: str
@@ -72,7 +72,7 @@ class TextFlags(Flags):
 
 @dataclass(frozen=True)
 class Case:
-    """A system under a popularity.
+    """A system that serves requests of one popularity.
 
     host: the system whose host time a step includes.
     attention_knob, host_knob: factors on the time of attention and of the host.
@@ -95,11 +95,12 @@ class Case:
 class Row(Case):
     """The results of a case.
 
-    tokens_per_s: of the output.
-    full_tokens_per_s: of the output, over steps with a full batch; None without such a step.
-    host_share: of the time.
+    tokens_per_s: output tokens a second.
+    full_tokens_per_s: output tokens a second over steps with a full batch; None without such a
+        step.
+    host_share: the host's share of the time.
     batch: running requests, mean over the steps.
-    loads: of adapters.
+    loads: number of adapter loads.
     """
 
     tokens_per_s: float = 0.0
@@ -123,8 +124,8 @@ def requests_of(case: Case, names: Sequence[str]) -> list[Request]:
 
 
 def batches_of(system: str, requests: Sequence[Request]) -> list[list[Request]]:
-    """Groups of requests that are served one after the other: all requests for Punica; for other
-    systems, neighbours in the queue with the same adapter."""
+    """Groups of requests that are served one after the other: Punica has one group with all
+    requests. Other systems have groups of adjacent requests with the same adapter."""
     if system == "punica":
         return [list(requests)]
     runs = itertools.groupby(requests, lambda each: each.adapter)
@@ -181,8 +182,8 @@ def _full_rate(steps: Sequence[StepRecord]) -> float | None:
 def measure(
     flags: TextFlags, run_: Run, servers: Sequence[str], systems: Sequence[str]
 ) -> Iterator[Row]:
-    """The figure's cases; also Punica's with distinct and with identical adapters, without host
-    time and with changed constants."""
+    """Rows of the figure's cases. Punica with distinct and with identical adapters also runs
+    without host time and with changed constants of the clock."""
     sigma = flags.sigma or calibrated("sharegpt")
     cases = []
     for server, system, asked in itertools.product(servers, systems, POPULARITIES):
@@ -196,8 +197,8 @@ def measure(
 
 
 def rates(rows: Sequence[Row]) -> Values:
-    """SERVER_SYSTEM_POPULARITY: output tokens a second. SERVER_slowest_over_fastest: of Punica's
-    popularities."""
+    """SERVER_SYSTEM_POPULARITY: output tokens a second. SERVER_slowest_over_fastest: Punica's rate
+    with the slowest popularity over its rate with the fastest."""
     numbers: dict[str, float | None] = {
         f"{row.server}_{row.system}_{row.popularity}": row.tokens_per_s for row in rows
     }
@@ -208,9 +209,12 @@ def rates(rows: Sequence[Row]) -> Values:
 
 
 def values(rows: Sequence[Row], holds) -> Values:
-    """`rates`, also with changed constants. Of Punica with identical adapters also
-    SERVER_full_batches, the rate of full batches, SERVER_host_share, and the rate without host
-    time."""
+    """`rates`, also with changed constants, and three numbers of Punica with identical adapters.
+
+    SERVER_full_batches: output tokens a second over steps with a full batch.
+    SERVER_host_share: the host's share of the time.
+    SERVER_punica_identical, NO_HOST: output tokens a second without host time.
+    """
     numbers = dict(knobs.values(rows, rates, holds))
     for row in rows:
         if (row.system, row.popularity) == ("punica", "identical"):
@@ -223,7 +227,7 @@ def values(rows: Sequence[Row], holds) -> Values:
 
 
 def table(_: TextFlags, rows: Sequence[Row]) -> str:
-    """Tokens a second, with the mean batch in brackets."""
+    """Output tokens a second, with the mean batch in brackets."""
     lines = [f"{'output tokens/s (batch)':28}" + "".join(f"{name:>16}" for name in POPULARITIES)]
     found: dict[tuple[str, str], Mapping[str, Row]] = {}
     for row in rows:
@@ -240,7 +244,7 @@ def table(_: TextFlags, rows: Sequence[Row]) -> str:
 
 
 def draw(_: TextFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Bars of all systems, for each popularity; a panel a model."""
+    """Bars of all systems for each popularity, a panel for each model."""
     servers = list(dict.fromkeys(row.server for row in rows))
     for axes, server in zip(figure.subplots(1, len(servers), squeeze=False).flat, servers):
         mine = [row for row in rows if row.server == server and not row.change]
