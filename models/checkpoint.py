@@ -161,7 +161,7 @@ def checked_dtype(dtype) -> np.dtype:
 
 
 def open_file(path: Path, stack: ExitStack):
-    """An open safetensors file, which `stack` closes. Raises ValueError for other files."""
+    """An open safetensors file, which `stack` closes. Raises ValueError for another format."""
     try:
         return stack.enter_context(safe_open(path, framework="numpy"))
     except SafetensorError as error:
@@ -170,8 +170,8 @@ def open_file(path: Path, stack: ExitStack):
 
 
 def tensors_of(content: bytes, path: Path) -> dict[str, dict[str, Any]]:
-    """The shape, dtype and data of each tensor in the content of a safetensors file, by name. Raises
-    ValueError for the content of another file."""
+    """The shape, dtype and data of each tensor in the content of a safetensors file, by name.
+    Raises ValueError if `content` is not in safetensors format."""
     try:
         return dict(deserialize(content))
     except SafetensorError as error:

@@ -282,7 +282,7 @@ def _longrope(rope: HfConfig, hf: HfConfig, original: int, head_dim: int) -> Rop
 
 
 def _windows(hf: HfConfig, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window, and the layers without the window; (None, ()) if no layer has a window."""
+    """The sliding window, and the layers without the window; (None, ()) without any window."""
     kind = hf["model_type"]
     qwen, gemma = kind in ("qwen2", "qwen3"), kind == "gemma2"
     windowed = flag(hf, "use_sliding_window") if qwen else kind in ("mistral", "phi3", "gemma2")

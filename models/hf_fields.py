@@ -1,4 +1,4 @@
-"""Checked access to the fields of a config.json. Every error is a ValueError with the field's name."""
+"""Checked access to the fields of a config.json. All errors are ValueErrors naming the field."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +50,7 @@ def bos_token_id(hf: HfConfig) -> int | None:
 
 
 def eos_token_ids(hf: HfConfig) -> tuple[int, ...]:
-    """The ids in `eos_token_id` of a config.json or generation_config.json: none, one or several."""
+    """The `eos_token_id` of a config.json or generation_config.json: no, one or several ids."""
     ids = hf.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(_is_integer(i) for i in ids):
@@ -59,7 +59,7 @@ def eos_token_ids(hf: HfConfig) -> tuple[int, ...]:
 
 
 def _given(hf: HfConfig, field: str, default):
-    """hf[field], or `default` if the field is absent or null. Raises ValueError if both are None."""
+    """hf[field], or `default` if it is absent or null. Raises ValueError if both are None."""
     value = hf.get(field)
     if value is None and default is None:
         raise ValueError(f"{field} is missing or null")

@@ -21,7 +21,7 @@ _DOWNLOADED = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
 
 
 def find(model: str | Path) -> Path:
-    """The folder of `model`, downloaded if it is a hub id. Raises ValueError if there is no such model."""
+    """The folder of `model`, downloaded for a hub id. Raises ValueError for an unknown model."""
     if model in OWN:
         if not OWN[str(model)].is_dir():
             raise ValueError(

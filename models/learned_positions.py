@@ -18,8 +18,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
 }
-# The row of position 0 in the position table. OPT was trained with fairseq, which begins after the
-# padding token's id, 1.
+# The row of position 0 in the position table. OPT was trained with fairseq, where this row is the
+# padding token's id, 1, plus 1.
 FIRST_POSITION = {"opt": 2, "gpt2": 0}
 
 

@@ -64,9 +64,11 @@ def declare(config: ModelConfig, pages: int | None = None) -> dict[str, dict[str
 
 
 def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[str, np.ndarray]]:
-    """Page `number` of an adapter in `dtype`, in the shapes of `declare(config)`. Projections without
-    ranks in this page are omitted; unused ranks are zero. Raises ValueError for values that `dtype`
-    cannot hold."""
+    """Page `number` of an adapter in `dtype`, in the shapes of `declare(config)`.
+
+    Projections without ranks in this page are omitted; unused ranks are zero. Raises ValueError for
+    values that `dtype` cannot hold.
+    """
     ranks = slice(number * PAGE_RANKS, (number + 1) * PAGE_RANKS)
     content = {}
     for name, declared in declare(config).items():

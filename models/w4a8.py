@@ -73,8 +73,8 @@ def _quotient(x, by):
 
 
 def quantize(params, projections: Collection[str]):
-    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError if a projection's number of inputs on
-    a shard is no multiple of GROUP."""
+    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError if a shard's number of inputs of a
+    projection is no multiple of GROUP."""
     return w8a8.quantize(params, projections, _weights)
 
 

@@ -30,7 +30,7 @@ class Int8Weights:
 
 
 def rounded(x, reduce_max=lambda largest: largest):
-    """x [..., n] as codes [..., n] int8, with one scale [...] float32 for each vector of n elements.
+    """x [..., n] as codes [..., n] int8, with one scale [...] float32 per vector of n elements.
 
     reduce_max: largest absolute values [...] on this shard -> their maximum over all shards. It is
         needed if shards split the last axis.

@@ -46,11 +46,13 @@ def padded(T: int) -> int:
 def work_items(segments: Segments, T: int):
     """Tiles that cover all live segments of an array of T rows, T from `padded`: [n, 5] int32.
 
-    The five columns are
-        the adapter slot;
-        the first row of the tile;
-        lo and hi: rows lo to hi - 1 of the tile belong to the segment;
-        whether the segment has only one token.
+    The five columns are:
+
+    - the adapter slot;
+    - the first row of the tile;
+    - lo and hi: rows lo to hi - 1 of the tile belong to the segment;
+    - whether the segment has only one token.
+
     Unused items have no rows.
     """
     S = segments.slots.shape[0]

@@ -46,9 +46,9 @@ def compile_peer(target: str, op: str, spec: str, peer: str) -> PeerReport:
 
 
 def columns(kernel: Kernel) -> list[str]:
-    """Columns for a loop over tiles: KB in flight, needed KB in flight, instructions and barriers of
-    a warp that multiplies and of a warp that fetches, the limiting resource, and the reached share
-    of the resource's rate."""
+    """Columns for a loop over tiles: KB in flight, needed KB, instructions and barriers of a warp
+    that multiplies and of a warp that fetches, the limiting resource, and the reached share of the
+    resource's rate."""
     loop, found, fetching = kernel.loop, kernel.prediction, kernel.fetching
     assert loop is not None and found is not None
     both = [loop, fetching] if fetching else [loop]
