@@ -39,7 +39,7 @@ def sgmv_schedule(segments: Segments, T: int) -> SgmvSchedule:
 
 
 def padded(T: int) -> int:
-    """The rows of an array of T tokens, padded so that no tile extends beyond the array."""
+    """The number of rows to which T tokens are padded. No tile extends beyond this number."""
     return max(T + -T % ALIGNMENT, ROWS)
 
 
