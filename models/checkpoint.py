@@ -1,4 +1,4 @@
-"""Configuration and weights of a model, from and to a Hugging Face folder, without torch."""
+"""Loads and saves a model's configuration and weights in Hugging Face's format, without torch."""
 
 import dataclasses
 import hashlib
@@ -31,17 +31,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 STORED_DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16
 }  # fmt: skip
-# Tensors in which old checkpoints store constants.
+# Constant tensors of old checkpoints, which are ignored.
 _CONSTANTS = re.compile(r".*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
 
 def load_config(model: str | Path) -> ModelConfig:
     """The configuration of `model`, which is named as in models/hub.py.
 
-    EOS token ids come from generation_config.json if it has any. Ids outside the vocabulary, which
-    some published models have, are dropped: no model can generate them.
+    EOS token ids are read from generation_config.json if it has any. Some published models have ids
+    outside the vocabulary. They are dropped, because no model can generate them.
 
-    Raises ValueError, naming file and field, where a file is missing, broken or not supported.
+    Raises ValueError, naming file and field, if a file is missing, broken or not supported.
     """
     folder = find(model)
     config = read_json(folder / "config.json", from_hf)
@@ -56,12 +56,13 @@ def load(
 ) -> tuple[ModelConfig, dict]:
     """The configuration and parameters of `model`, which is named as in models/hub.py.
 
-    dtype: of the parameters, one of `DTYPES`. The model's family declares their shapes.
-    place: brings a tensor to its device as soon as it is read, so that the host holds only one.
+    dtype: the parameters' dtype, one of `DTYPES`. The model's family declares their shapes.
+    place: a function that moves a tensor to its device. It is called as soon as the tensor is read,
+        so that the host holds only one tensor.
 
     Every tensor's name, shape and dtype is checked before parameters are read. Raises ValueError,
-    naming file and field or tensor, for content that is missing, misshapen, truncated, not finite
-    or no part of the model.
+    naming file and field or tensor, for content that is missing, misshapen, truncated, not finite,
+    or not part of the model.
     """
     dtype = checked_dtype(dtype)
     folder = find(model)
@@ -69,7 +70,7 @@ def load(
     files = weight_files(folder)
     with ExitStack() as stack:
         tensors = _tensors({path: open_file(path, stack) for path in files})
-        if config.num_layers > len(tensors):  # Refused before so many layers are declared.
+        if config.num_layers > len(tensors):  # Refused before the declaration of so many layers.
             count = f"{config.num_layers} layers, but there are {len(tensors)} tensors in all"
             raise ValueError(f"{folder}: config.json asks for {count}")
         declaration = _as_named(family(config).declare(config), tensors)
@@ -81,7 +82,7 @@ def load(
     values: list[jax.Array | None] = [None] * len(declared)
     for i in tqdm(order, "loading weights", unit=" tensors", disable=len(files) == 1):
         array = _read(declared[i], paths[declared[i].hf_name], dtype)
-        # Devices copy in the background. Tensors that wait to be copied would fill the memory.
+        # Devices copy in the background. Without the wait, uncopied tensors would fill the memory.
         values[i] = jax.block_until_ready(place(declared[i], array))
     return config, jax.tree.unflatten(structure, values)
 
@@ -89,10 +90,10 @@ def load(
 def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
     """Write config.json and model.safetensors, which transformers can load.
 
-    dtype: of the file, one of `DTYPES`; by default the parameters' dtype.
+    dtype: the file's dtype, one of `DTYPES`; by default the parameters' dtype.
 
-    Raises ValueError if no Hugging Face architecture computes this model, if a parameter's shape is
-    not the declared one, or if `dtype` cannot hold a value.
+    Raises ValueError if no Hugging Face architecture computes this model, if a parameter's shape
+    differs from the declaration, or if `dtype` cannot hold a value.
     """
     hf = to_hf(config)
     dtype = checked_dtype(params["embed"].dtype if dtype is None else dtype)
@@ -115,11 +116,13 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file that transformers and PEFT can read. tensors: contiguous, by name.
+    """Write a safetensors file that transformers and PEFT can read.
 
-    The new file replaces an old one only when it is complete. A process that has mapped the old
-    file keeps it, and an interruption leaves the old file whole. Raises OSError if the file cannot
-    be written, for example on a full disk.
+    tensors: contiguous arrays, by name.
+
+    The new file replaces an old file only when it is complete. So a process that has mapped the old
+    file keeps the old content, and an interruption leaves the old file whole. Raises OSError if the
+    file cannot be written, for example on a full disk.
     """
     unfinished = path.with_name(f"{path.name}.part")
     try:
@@ -127,7 +130,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     except SafetensorError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error}") from None
-    unfinished.chmod(0o644)  # safetensors lets only the owner read it.
+    unfinished.chmod(0o644)  # By default only the owner may read a safetensors file.
     os.replace(unfinished, path)
 
 
@@ -158,7 +161,7 @@ def checked_dtype(dtype) -> np.dtype:
 
 
 def open_file(path: Path, stack: ExitStack):
-    """A safetensors file, which `stack` closes. Raises ValueError if it is no safetensors file."""
+    """An open safetensors file, which `stack` closes. Raises ValueError for another format."""
     try:
         return stack.enter_context(safe_open(path, framework="numpy"))
     except SafetensorError as error:
@@ -167,8 +170,8 @@ def open_file(path: Path, stack: ExitStack):
 
 
 def tensors_of(content: bytes, path: Path) -> dict[str, dict[str, Any]]:
-    """The shape, dtype and data of each tensor in a safetensors file's content, by name. Raises
-    ValueError if `content` is no safetensors file's."""
+    """The shape, dtype and data of each tensor in the content of a safetensors file, by name.
+    Raises ValueError if `content` is not in safetensors format."""
     try:
         return dict(deserialize(content))
     except SafetensorError as error:
@@ -181,7 +184,8 @@ def _what_it_is(content: bytes, error: SafetensorError) -> str:
 
 
 def _tensors(shards: dict[Path, Any]) -> dict[str, tuple[Path, Any]]:
-    """Each tensor's file, as path and opened. Raises ValueError if two files have a tensor."""
+    """Each tensor's file, as (path, open file), by name. Raises ValueError if two files have a
+    tensor of the same name."""
     tensors: dict[str, tuple[Path, Any]] = {}
     for path, shard in shards.items():
         for name in sorted(shard.keys()):
@@ -195,7 +199,7 @@ def _as_named(declaration, tensors):
     """The declaration with the tensor names of this checkpoint.
 
     Some checkpoints, such as the published GPT-2, were saved from the model without its head. Their
-    names lack the prefix: 'transformer.' in GPT-2, 'model.' in other families.
+    tensor names have no prefix 'transformer.' (GPT-2) or 'model.' (other families).
     """
     prefix, _, rest = declaration["embed"].hf_name.partition(".")
     if rest not in tensors:
@@ -241,15 +245,15 @@ def _check(tensors, declaration, folder: Path) -> None:
 
 
 def _read(param: Param, path: Path, dtype: np.dtype) -> np.ndarray:
-    # The file is opened for each tensor: pages read from a mapped file count as this process's
-    # memory until the file is closed.
+    # The file is opened for each tensor, because pages read from a mapped file are part of the
+    # process's memory until the file is closed.
     with safe_open(path, framework="numpy") as shard:
         tensor = param.view(shard.get_tensor(param.hf_name))
     return cast(tensor, dtype, f"{path}: tensor {param.hf_name}")
 
 
 def cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The tensor in `dtype`. Raises ValueError unless it is finite before and after."""
+    """The tensor in `dtype`. Raises ValueError unless it is finite before and after the cast."""
     with np.errstate(over="ignore"):
         out = tensor.astype(dtype, copy=False)
     if np.isfinite(out).all():

@@ -3,23 +3,24 @@
 A family is a module with `declare`, `forward`, `logits` and `PROJECTIONS` (models/families.py).
 `forward` takes three functions, so that a model does not depend on how it is served:
 
-* `attend(layer, q, k, v, cache) -> (out, cache)` computes attention. q is [T, H, D], k and v are
-  [T, K, D], all after QK norm and rotary embedding; out is [T, H, D]. It may use a paged cache,
-  sparse pages, quantised pages, or plain causal attention. `ModelConfig.attention` has the layer's
-  scale, soft cap and window.
-* `adapters(name, layer, x, y) -> y` adds an adapter to a projection: from the input x [T, in] and
-  the product with the base weights y [T, out] it returns y + xAB, in y's dtype (LoRA; Punica §2.2
-  and §4). `name` is one of the family's `PROJECTIONS`. None serves the base model.
-* `reduce` combines the shards of tensor parallelism (vLLM §4.6); `params` and `config` are then one
-  shard's share of the heads and of the MLP. `reduce.sum(y)` sums y [T, E], and `reduce.max(x)` is
-  the elementwise maximum of x [T], from which W8A8 computes the scale of each token.
+* `attend(layer, q, k, v, cache) -> (out, cache)` computes attention. q is [T, H, D]; k and v are
+  [T, K, D]. q and k are given after QK norm and rotary embedding. out is [T, H, D]. `attend` may
+  use a paged cache, sparse pages, quantised pages, or plain causal attention.
+  `ModelConfig.attention` has the layer's scale, soft cap and window.
+* `adapters(name, layer, x, y) -> y` adds an adapter to a projection. x [T, in] is the projection's
+  input, and y [T, out] its product with the base weights. The result is y + xAB, in y's dtype
+  (LoRA; Punica §2.2 and §4). `name` is one of the family's `PROJECTIONS`. If `adapters` is None,
+  the base model is computed.
+* `reduce` combines the shards of tensor parallelism (vLLM §4.6). `params` and `config` then have
+  only the shard's part of the heads and of the MLP. `reduce.sum(y)` sums y [T, E] over the shards.
+  `reduce.max(x)` is the elementwise maximum of x [T], from which W8A8 computes each token's scale.
 
 `layer` is a traced int32 scalar, with which `attend` and `adapters` index stacks of all layers.
 
-`projection` applies `adapters`, then `reduce`. On a shard, x and y are the shard's own. Where
-shards split the output ('wq', 'wk', 'wv', 'w_gate', 'w_up'), B is split like the weights' output,
-and A is whole. Where shards split the input ('wo', 'w_down'), A is split like the weights' input,
-and B is whole: xAB and y are then both partial sums, and one `reduce.sum` completes both.
+`projection` applies `adapters`, then `reduce`. On a shard, x and y are the shard's parts. If shards
+split the output ('wq', 'wk', 'wv', 'w_gate', 'w_up'), B is split like the weights' output, and A is
+whole. If shards split the input ('wo', 'w_down'), A is split like the weights' input, and B is
+whole. Then xAB and y are both partial sums, and one `reduce.sum` completes both.
 """
 
 from collections.abc import Callable
@@ -42,14 +43,15 @@ class Reduce(NamedTuple):
 
 ALONE = Reduce(lambda y: y, lambda x: x)  # for a model that is not split
 
-INPUT_SPLIT = ("wo", "w_down")  # projections with an input that shards split
+INPUT_SPLIT = ("wo", "w_down")  # Shards split the input of these projections.
 
 
 def projection(p: dict, layer, adapters: Adapters | None, reduce: Reduce) -> Callable:
     """`project(name, x)` of one layer with parameters p: x [T, in] to [T, out], in x's dtype.
 
     The order is product, adapter, sum over shards, bias. Every shard has the whole bias of 'wo' and
-    'w_down', so it is added after the sum. The bias of 'wq' is 'bq', and so on, where p has it.
+    of 'w_down', so the bias is added after the sum. The bias of 'wq' is 'bq', and so on, if p has
+    it.
     """
 
     def project(name: str, x):
@@ -68,10 +70,10 @@ def projection(p: dict, layer, adapters: Adapters | None, reduce: Reduce) -> Cal
 def over_layers(block: Callable, carry, layers):
     """`carry = block(carry, p, layer)` for each layer's parameters p; returns the last carry.
 
-    layers: a list of one dict of arrays for each layer, over which Python loops; or one dict of
-    arrays [L, ...] (`params.stack`), over which `lax.scan` loops. The scan compiles the block once,
-    but copies each layer's weights before it multiplies by them. In both forms `layer` is a traced
-    int32 scalar and the block is traced once.
+    layers: a list with one dict of arrays per layer, over which Python loops; or one dict of arrays
+        [L, ...] (`params.stack`), over which `lax.scan` loops. The scan compiles the block once,
+        but copies each layer's weights before it multiplies by them. In both forms `layer` is a
+        traced int32 scalar, and the block is traced once.
     """
     if isinstance(layers, list):
         block = jax.jit(block)

@@ -14,11 +14,13 @@ def _check_size(name: str, size: int) -> None:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    kind: 'linear' divides all frequencies by `factor`. 'llama3' divides frequencies with
-        wavelengths above `original_max_position_embeddings / low_freq_factor` positions, keeps
-        frequencies with wavelengths below `original_max_position_embeddings / high_freq_factor`,
-        and blends between. 'longrope' divides frequency i by `factors[i]`, and multiplies cosines
-        and sines by `factor`.
+    kind: 'linear' divides all frequencies by `factor`.
+        'llama3' divides frequencies by `factor` if their wavelength exceeds
+        `original_max_position_embeddings / low_freq_factor` positions, keeps frequencies with
+        wavelengths below `original_max_position_embeddings / high_freq_factor` positions, and
+        blends between.
+        'longrope' divides frequency i by `factors[i]`, and multiplies cosines and sines by
+        `factor`.
     """
 
     kind: str
@@ -31,7 +33,7 @@ class RopeScaling:
     def __post_init__(self):
         if self.kind not in ("linear", "llama3", "longrope"):
             raise ValueError(f"rope scaling is 'linear', 'llama3' or 'longrope', not {self.kind!r}")
-        if self.factor < 1:  # Angles overflow if it is far below 1.
+        if self.factor < 1:  # Angles overflow if the factor is far below 1.
             raise ValueError(f"factor must be at least 1, not {self.factor}")
         _check_size("original_max_position_embeddings", self.original_max_position_embeddings)
         if self.low_freq_factor >= self.high_freq_factor:
@@ -48,7 +50,7 @@ class Attention:
     scale: multiplies q·k.
     soft_cap: scores become soft_cap * tanh(score / soft_cap); None: no cap.
     windows: for each layer the number of latest tokens that a query sees, itself included; None:
-        all.
+        all tokens.
     """
 
     scale: float
@@ -56,7 +58,8 @@ class Attention:
     windows: tuple[int | None, ...]
 
     def within(self, tokens: int) -> "Attention":
-        """The same for sequences of at most `tokens`, without windows that cover all of them."""
+        """The attention of sequences of at most `tokens` tokens, without windows of that size or
+        more."""
         windows = tuple(None if window and window >= tokens else window for window in self.windows)
         return dataclasses.replace(self, windows=windows)
 
@@ -68,24 +71,25 @@ class Attention:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a model: everything in which members of a family differ.
+    """Sizes and switches of a model: all differences between the members of a family.
 
     The Llama family (Llama 1/2/3, Mistral, Qwen2/2.5, Qwen3), Phi-3 and Gemma-2 have rotary
     positions, which `rope_theta` and `rope_scaling` describe.
 
-    sliding_window: tokens that a query sees, itself included; None: all.
+    sliding_window: the number of tokens that a query sees, itself included; None: all tokens.
     full_layers: layers without the window.
 
-    Only Gemma-2 sets:
+    Only Gemma-2 sets these fields:
 
     query_scale: factor of q·k; None: head_dim ** -0.5.
     attention_cap, logits_cap: soft caps of scores and of logits.
 
     OPT and GPT-2 have learned positions. Only they set the last four fields:
 
-    activation: of the MLP.
-    norm_first: whether norms come before attention and MLP; otherwise after their residual sums.
-    final_norm: whether a norm comes after all layers.
+    activation: the activation function of the MLP.
+    norm_first: whether norms precede attention and MLP. Otherwise they follow the residual sums of
+        attention and of the MLP.
+    final_norm: whether a norm follows the last layer.
     embedding_size: width of the token embeddings; None: `hidden_size`.
 
     Raises ValueError for sizes that are not positive or do not fit together.

@@ -6,11 +6,11 @@ import numpy as np
 
 from models.config import ModelConfig
 
-EVERYTHING = np.iinfo(np.int32).max  # tokens of a layer without a window
+EVERYTHING = np.iinfo(np.int32).max  # the window of a layer without a window
 
 
 def causal_attend(config: ModelConfig, block: int = 128):
-    """An `attend` (models/common.py) in which row t of a sequence sees rows 0..t.
+    """An `attend` (models/common.py) in which row t of a sequence sees rows 0 to t.
 
     In a layer with a window W, row t sees rows t - W + 1 to t. The mask depends on the rows, not on
     the positions. Queries are computed in blocks of `block` rows, so that most scores of later rows

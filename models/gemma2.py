@@ -1,4 +1,4 @@
-"""Gemma-2: norms before and after attention and MLP, GeGLU, soft caps, every other layer local.
+"""Gemma-2: norms before and after attention and MLP, GeGLU, soft caps; every other layer is local.
 
 `attend` applies the windows of local layers and the soft cap of scores (`ModelConfig.attention`).
 """

@@ -19,12 +19,12 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 
-# Sizes that a config.json must have, although transformers has defaults for them.
+# Sizes that a config.json must have. The defaults of transformers are not used for them.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "ffn_dim", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
-# Fields of any config.json that request a feature which no family here computes.
+# Fields of any config.json for features that no family of this package computes.
 _REFUSED = {
     "quantization_config": "quantised weights",
     "compression_config": "quantised weights",
@@ -38,7 +38,7 @@ _REFUSED = {
 ROPE_KINDS = ("default", "linear", "llama3", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_MOST_LAYERS = 4096  # of a model with different layers; a broken file may have any number
+_MOST_LAYERS = 4096  # for models with different layers, because a broken file may have any number
 
 
 def from_hf(hf: HfConfig) -> ModelConfig:
@@ -241,7 +241,7 @@ def _rope(hf: HfConfig, head_dim: int) -> tuple[float, RopeScaling | None]:
         raise ValueError(f"{where} must be one object for all layers, not {rope!r}")
     rope = {"rope_theta": hf["rope_theta"], **rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # as the first Phi-3 were published
+    kind = "longrope" if kind == "su" else kind  # the name in the first published Phi-3
     if kind not in ROPE_KINDS:
         raise ValueError(f"{where}: rope_type {kind!r} is not among {', '.join(ROPE_KINDS)}")
     try:
@@ -252,7 +252,7 @@ def _rope(hf: HfConfig, head_dim: int) -> tuple[float, RopeScaling | None]:
             return theta, None
         if kind == "linear":
             return theta, RopeScaling(kind, number(rope, "factor"))
-        # As in transformers, a length beside the object takes precedence over one inside it.
+        # As in transformers, a length beside the object takes precedence over a length inside it.
         length = rope if hf.get(_ORIGINAL) is None else hf
         if kind == "longrope":
             return theta, _longrope(rope, hf, integer(length, _ORIGINAL), head_dim)
@@ -282,7 +282,7 @@ def _longrope(rope: HfConfig, hf: HfConfig, original: int, head_dim: int) -> Rop
 
 
 def _windows(hf: HfConfig, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window, and the layers without it; (None, ()) if no layer has it."""
+    """The sliding window, and the layers without the window; (None, ()) without any window."""
     kind = hf["model_type"]
     qwen, gemma = kind in ("qwen2", "qwen3"), kind == "gemma2"
     windowed = flag(hf, "use_sliding_window") if qwen else kind in ("mistral", "phi3", "gemma2")
@@ -291,7 +291,7 @@ def _windows(hf: HfConfig, num_layers: int) -> tuple[int | None, tuple[int, ...]
         window = integer(hf, "sliding_window")
         first = integer(hf, "max_window_layers") if qwen else 0
     elif not qwen and not layers and hf.get("sliding_window") is not None:
-        # transformers would attend to the whole prompt here, but to a window in later tokens.
+        # transformers would attend to the whole prompt in prefill, but to a window in decode.
         raise ValueError(f"sliding_window {hf['sliding_window']!r} is not supported for {kind}")
     if layers and (not isinstance(layers, list) or len(layers) != num_layers):
         raise ValueError(f"layer_types {layers!r} must name the kind of {num_layers} layers")
@@ -300,7 +300,7 @@ def _windows(hf: HfConfig, num_layers: int) -> tuple[int | None, tuple[int, ...]
     if differ and num_layers > _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers must be at most {_MOST_LAYERS}, not {num_layers}")
     if not differ:
-        implied = [_FULL if first else _SLIDING]  # of all layers
+        implied = [_FULL if first else _SLIDING]  # the type of all layers
     elif gemma:
         implied = [(_SLIDING, _FULL)[i % 2] for i in range(num_layers)]
     else:

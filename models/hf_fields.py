@@ -1,4 +1,4 @@
-"""Checked access to the fields of a config.json; every error is a ValueError naming the field."""
+"""Checked access to the fields of a config.json. All errors are ValueErrors naming the field."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def integer(hf: HfConfig, field: str, default: int | None = None) -> int:
 
 
 def number(hf: HfConfig, field: str, default: float | None = None) -> float:
-    """A positive number within the range of float32, in which models compute."""
+    """A positive number within the range of float32, because models compute in float32."""
     value = _given(hf, field, default)
     if not _is_number(value) or not value > 0:
         raise ValueError(f"{field} must be a positive number, not {value!r}")
@@ -50,7 +50,7 @@ def bos_token_id(hf: HfConfig) -> int | None:
 
 
 def eos_token_ids(hf: HfConfig) -> tuple[int, ...]:
-    """`eos_token_id` of a config.json or generation_config.json: none, one or several."""
+    """The `eos_token_id` of a config.json or generation_config.json: no, one or several ids."""
     ids = hf.get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(_is_integer(i) for i in ids):
@@ -59,7 +59,7 @@ def eos_token_ids(hf: HfConfig) -> tuple[int, ...]:
 
 
 def _given(hf: HfConfig, field: str, default):
-    """hf[field], or `default` where that is absent or null. Raises ValueError if both are None."""
+    """hf[field], or `default` if it is absent or null. Raises ValueError if both are None."""
     value = hf.get(field)
     if value is None and default is None:
         raise ValueError(f"{field} is missing or null")

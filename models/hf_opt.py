@@ -24,7 +24,7 @@ NAMES = {
     },
 }
 # The only supported value of each switch, and the meaning of the other value. GPT-2's
-# `reorder_and_upcast_attn` may have any value: scores are float32 here in any case.
+# `reorder_and_upcast_attn` may have any value, because scores are always float32 here.
 _ONLY = (
     ("enable_bias", True, "projections without biases"),
     ("layer_norm_elementwise_affine", True, "norms without gain and bias"),
@@ -32,7 +32,7 @@ _ONLY = (
     ("scale_attn_by_inverse_layer_idx", False, "scores that are divided by the layer's number"),
     ("add_cross_attention", False, "attention to an encoder"),
 )
-_OPT_NORM_EPS = 1e-5  # torch's default, which no field of OPT's config.json changes
+_OPT_NORM_EPS = 1e-5  # torch's default. OPT's config.json has no field for it.
 
 
 def from_hf(hf: HfConfig) -> ModelConfig:
@@ -85,7 +85,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of config.json, without the fields that all families share.
 
-    Settings without a field are lost; the caller compares.
+    Settings without a field are lost. The caller detects this by a comparison.
     """
     names = NAMES[config.model_type].items()
     hf = {theirs: getattr(config, ours) for ours, theirs in names}

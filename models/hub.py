@@ -1,8 +1,11 @@
 """Models on disk.
 
-A model is named by 'bundled' (models/bundled, in this repository), by 'judge' (models/judge, which
-users train), by a folder (config.json, one or many safetensors files, a tokenizer), or by a Hugging
-Face hub id 'owner/name', which is downloaded.
+A model's name is one of
+
+- 'bundled': the folder models/bundled in this repository;
+- 'judge': the folder models/judge, which users train;
+- a folder with config.json, one or many safetensors files, and a tokenizer;
+- a Hugging Face hub id 'owner/name', which is downloaded.
 """
 
 import json
@@ -18,7 +21,7 @@ _DOWNLOADED = ("model*.safetensors", "*.json", "*.jinja", *TOKENIZER_FILES)
 
 
 def find(model: str | Path) -> Path:
-    """The folder of `model`, downloaded if it is a hub id. Raises ValueError if there is none."""
+    """The folder of `model`, downloaded for a hub id. Raises ValueError for an unknown model."""
     if model in OWN:
         if not OWN[str(model)].is_dir():
             raise ValueError(
@@ -55,22 +58,23 @@ def read_json(path: Path, parse):
 def parse_json(content: bytes, path: Path, parse):
     """`parse(object)` of the JSON object in `content`, the content of the file `path`.
 
-    Raises ValueError, with the file's name, if `content` is no JSON object or `parse` raises one.
+    Raises ValueError, with the file's name, if `content` is no JSON object or if `parse` raises
+    ValueError.
     """
     try:
         value = json.loads(content.decode())
         if not isinstance(value, dict):
             raise ValueError(f"it should hold a JSON object, not {value!r:.40}")
         return parse(value)
-    except (ValueError, RecursionError) as error:  # Very deep nesting raises RecursionError.
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise ValueError(f"{path}: {error}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model's folder, sorted by name.
 
-    Raises ValueError if there are none, if a file of the index is missing, or if all weights are
-    pickles.
+    Raises ValueError if there are no weight files, if a file of the index is missing, or if all
+    weights are pickles.
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

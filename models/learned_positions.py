@@ -18,8 +18,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "silu": jax.nn.silu,
 }
-# Rows of the position table before position 0's row: fairseq, where OPT comes from, numbered
-# positions from 1 after the padding token's id, which is 1.
+# The row of position 0 in the position table. OPT was trained with fairseq, where this row is the
+# padding token's id, 1, plus 1.
 FIRST_POSITION = {"opt": 2, "gpt2": 0}
 
 
@@ -44,8 +44,8 @@ def forward(
     """Hidden states [T, W], and the cache that `attend` carried through.
 
     W is the width of the token embeddings: `embedding_size`, or E if that is None. Arguments are as
-    in models/llama.py. The hidden state of a token at `max_position_embeddings` or beyond is NaN:
-    the table has no row for it, and another row would give a plausible but wrong continuation.
+    in models/llama.py. The hidden state of a token at `max_position_embeddings` or beyond is NaN,
+    because the table has no row for it and another row would give a plausible but wrong result.
     """
     T = tokens_T.shape[0]
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps

@@ -10,7 +10,7 @@ import jax
 from models import w4a8, w8a8
 from pallas_kernels import backend
 
-FEW_ROWS = 128  # Up to 128 rows of x, a CPU is faster with the weights as the left operand.
+FEW_ROWS = 128  # Up to this many rows of x, CPUs are faster with the weights as left operand.
 
 
 def linear(x, w, dtype=None, reduce_max=lambda largest: largest):

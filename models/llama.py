@@ -77,9 +77,10 @@ def forward(
     """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
 
     params: as declared, or with their layers stacked (`params.stack`).
-    tokens, positions: int32 [T], one flat, ragged batch. `attend` applies the attention mask.
+    tokens, positions: int32 [T], a ragged batch without padding between its sequences. `attend`
+        applies the attention mask.
     attend, adapters, reduce: see models/common.py.
-    cache: passed to `attend` in the first layer; the model does not read it.
+    cache: passed to `attend` in the first layer. The model does not read it.
     """
     T = tokens_T.shape[0]
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps

@@ -1,7 +1,7 @@
 """LoRA adapters as arrays (Punica §2.2): adapters, their pages, and merged models.
 
-An adapter adds xAB to the product of a projection. On the device its ranks are in pages of
-`PAGE_RANKS`, so that adapters of different ranks share one pool and use only the pages they need.
+An adapter adds xAB to the product of a projection. On the device an adapter's ranks are in pages of
+`PAGE_RANKS` ranks, so that adapters of different ranks can share one pool.
 """
 
 import math
@@ -23,14 +23,14 @@ Pair = tuple[np.ndarray, np.ndarray]
 class Lora:
     """An adapter.
 
-    weights: for each adapted projection and each layer (a [R, in], b [R, out]) in float32, or None
-        if the layer is not adapted. b includes the scale (alpha / R). Each pair may have its own R.
+    weights: projection -> one entry per layer: (a [R, in], b [R, out]) in float32, or None if the
+        layer is not adapted. b includes the scale (alpha / R). Each pair may have its own R.
     """
 
     weights: dict[str, list[Pair | None]]
 
     def rank_of(self, name: str) -> int:
-        """The largest rank of a projection, 0 if it is not adapted."""
+        """The largest rank of a projection over all layers; 0 if it is not adapted."""
         return max((len(pair[0]) for pair in self.weights.get(name, ()) if pair), default=0)
 
     @property
@@ -44,10 +44,10 @@ def num_pages(rank: int) -> int:
 
 
 def declare(config: ModelConfig, pages: int | None = None) -> dict[str, dict[str, Param]]:
-    """{projection: {'a': [L, N, 16, in], 'b': [L, N, 16, out]}} of a pool of N = `pages` pages. If
-    `pages` is None: [L, 16, in] and [L, 16, out], a single page.
+    """The parameters of a pool of N = `pages` pages: {projection: {'a': [L, N, 16, in], 'b':
+    [L, N, 16, out]}}. If `pages` is None, the parameters of one page: [L, 16, in] and [L, 16, out].
 
-    Axes have the base weights' names, so that shards split an adapter like the base weights.
+    Axes have the same names as in the base weights, so that shards split both in the same way.
     """
     layers = family(config).declare(config)["layers"]
     sizes = () if pages is None else (pages,)
@@ -64,9 +64,11 @@ def declare(config: ModelConfig, pages: int | None = None) -> dict[str, dict[str
 
 
 def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[str, np.ndarray]]:
-    """Page `number` of an adapter in `dtype`, in the shapes of `declare(config)`. Projections that
-    have no ranks in this page are left out; unused ranks are zero. Raises ValueError for values
-    that `dtype` cannot hold."""
+    """Page `number` of an adapter in `dtype`, in the shapes of `declare(config)`.
+
+    Projections without ranks in this page are omitted; unused ranks are zero. Raises ValueError for
+    values that `dtype` cannot hold.
+    """
     ranks = slice(number * PAGE_RANKS, (number + 1) * PAGE_RANKS)
     content = {}
     for name, declared in declare(config).items():
@@ -81,7 +83,8 @@ def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[
 
 
 def merge(params, lora: Lora):
-    """The parameters, with layers as a list, and the adapter added to the projections' weights."""
+    """The parameters with the adapter added to the projections' weights, and with layers as a
+    list."""
     layers = [dict(layer) for layer in params["layers"]]
     for name, pairs in lora.weights.items():
         for layer, pair in zip(layers, pairs, strict=True):

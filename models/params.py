@@ -1,4 +1,4 @@
-"""Each parameter is declared once, for initialisation, abstract shapes, sharding and loading."""
+"""Declarations of parameters, used for initialisation, abstract shapes, sharding and loading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 class Param:
     """Declares one parameter.
 
-    axes:    a logical name for each dimension, mapped to mesh axes by `partition_spec`.
+    axes:    a logical name for each dimension. `partition_spec` maps the names to mesh axes.
     init:    'normal' (standard deviation `fan_in ** -0.5`), 'embed' (0.02), 'ones' or 'zeros'.
     hf_name: the tensor's name in a Hugging Face checkpoint.
-    transpose: whether the checkpoint holds [in, out]; parameters are [out, in].
-    part: (first, n) if the tensor fuses several parameters, such as queries, keys and values: it
-        has n rows, and this parameter begins at row `first`. Rows are counted after transposing.
+    transpose: whether the checkpoint's tensor is [in, out]; parameters are [out, in].
+    part: (first, n) if the checkpoint's tensor fuses several parameters, such as queries, keys and
+        values. After transposing, the tensor has n rows, and this parameter begins at row `first`.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Param:
         return shape[::-1] if self.transpose else shape
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """This parameter, in its own shape, as a view into the checkpoint's tensor."""
+        """This parameter, in its declared shape, as a view into the checkpoint's tensor."""
         tensor = tensor.T if self.transpose else tensor
         if self.part is None:
             return tensor
@@ -65,7 +65,7 @@ def _init_one(param: Param, key, dtype):
 
 
 def init(declaration, key, dtype=jnp.float32):
-    """Random parameters, a pytree of arrays in the declaration's structure."""
+    """Random parameters: a pytree of arrays with the declaration's structure."""
     leaves, treedef = jax.tree.flatten(declaration, is_leaf=is_param)
     keys = jax.random.split(key, len(leaves))
     values = [_init_one(p, k, dtype) for p, k in zip(leaves, keys, strict=True)]
@@ -80,14 +80,14 @@ def abstract(declaration, dtype=jnp.float32):
 
 
 def stack(params):
-    """The parameters with their layers, a list of dicts, as one dict of arrays [L, ...]."""
+    """The parameters with the layers as one dict of arrays [L, ...] instead of a list of dicts."""
     return params | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *params["layers"])}
 
 
 def partition_spec(param: Param, rules: Mapping[str, str | None]) -> PartitionSpec:
     """How the mesh splits the parameter.
 
-    rules: logical axis to mesh axis; other axes are not split.
+    rules: logical axis -> mesh axis. Other axes are not split.
     """
     return PartitionSpec(*(rules.get(axis) for axis in param.axes))
 

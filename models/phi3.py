@@ -1,4 +1,4 @@
-"""Phi-3: a Llama with fused matrices in its checkpoints: queries, keys and values; gate and up."""
+"""Phi-3: a Llama with two fused matrices per layer in its checkpoints, QKV and gate-up."""
 
 from dataclasses import replace
 

@@ -9,8 +9,8 @@ from models.config import ModelConfig
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """Rotary frequencies [D/2] in radians per position, float32, after scaling.
 
-    Intermediate results are rounded as in Hugging Face's models, because rounding shows: at
-    position 3000, one bit of a frequency is 2e-4 radians.
+    Intermediate results are rounded as in Hugging Face's models, because rounding errors grow with
+    the position: at position 3000, one bit of a frequency is 2e-4 radians.
     """
     scaling = config.rope_scaling
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
@@ -23,7 +23,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     if scaling.kind == "linear":
         return freqs / np.float32(scaling.factor)
     assert scaling.kind == "llama3", scaling
-    # Short wavelengths stay, long ones are stretched by `factor`, and the rest is blended.
+    # Short wavelengths are kept, long wavelengths are multiplied by `factor`, others are blended.
     original = scaling.original_max_position_embeddings
     rotations = original / (2 * np.pi / freqs)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -40,7 +40,7 @@ def rope_tables(positions, config: ModelConfig):
 
 
 def apply_rope(x_TxNxD, cos, sin):
-    """Rotates heads x [T, N, D] by `rope_tables`, in float32; the result has x's dtype."""
+    """Heads x [T, N, D] rotated by `rope_tables`, computed in float32, in x's dtype."""
     a, b = jnp.split(x_TxNxD.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_TxNxD.dtype)

@@ -1,8 +1,8 @@
 """Sampling next tokens on the device.
 
-The order is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p, and the draw.
-Log-probabilities are of the model's own logits, before all of these. (transformers applies min-p
-after top-p.)
+The order of the steps is vLLM's: logit bias, penalties, temperature, min-p, top-k, top-p, and the
+draw. (transformers applies min-p after top-p.) Log-probabilities are computed from the model's
+logits, before all of these steps.
 """
 
 import flax.struct
@@ -13,8 +13,8 @@ import numpy as np
 Array = jax.Array | np.ndarray  # The host fills numpy arrays, and the device reads JAX arrays.
 INVALID_TOKEN = -1  # The result of a row whose logits are not finite.
 MAX_LOGIT_BIAS = 300  # The most tokens that a request can bias.
-MAX_LOGPROBS = 20  # Log-probabilities are computed for so many alternatives to a token.
-BEAM = 2  # `SamplingArrays.logprobs` of a row that is a beam.
+MAX_LOGPROBS = 20  # The number of alternatives per token with log-probabilities.
+BEAM = 2  # The value of `SamplingArrays.logprobs` for a row that is a beam.
 
 
 @flax.struct.dataclass
@@ -23,15 +23,18 @@ class SamplingArrays:
 
     temperature: float32; 0 is greedy.
     top_k: int32; 0 is off.
-    top_p, min_p: float32; 1 and 0 are off.
-    repetition_penalty, presence_penalty, frequency_penalty: float32; 1, 0 and 0 are off.
+    top_p: float32; 1 is off.
+    min_p: float32; 0 is off.
+    repetition_penalty: float32; 1 is off.
+    presence_penalty, frequency_penalty: float32; 0 is off.
     seed: uint32. The row's random key is computed from the seed and the position of the token to be
         sampled, so a request's tokens do not depend on the other requests in the batch.
-    prompt_length: int32, the number of tokens that count as prompt.
+    prompt_length: int32, the number of prompt tokens; later tokens are output.
     num_bias: int32, the number of entries in the slot's logit bias.
-    logprobs: int32; 0 if no log-probabilities are requested; `BEAM` for a beam, which uses only the
+    logprobs: int32. 0 if no log-probabilities are requested. `BEAM` for a beam, which uses only the
         log-probabilities and not the sampled token.
-    forced: int32; at lower positions the token in the slot's history replaces the sampled token.
+    forced: int32. At positions below `forced`, the token in the slot's history replaces the sampled
+        token.
     """
 
     temperature: Array
@@ -49,7 +52,7 @@ class SamplingArrays:
 
     @classmethod
     def of_rows(cls, rows) -> "SamplingArrays":
-        """From rows int32 [S, n], each of which holds the bits of one `SAMPLING_ROW`."""
+        """The parameters in rows int32 [S, n]. Each row has the bits of one `SAMPLING_ROW`."""
         columns = {}
         for i, name in enumerate(SAMPLING_ROW.names or ()):
             columns[name] = jax.lax.bitcast_convert_type(rows[:, i], SAMPLING_ROW[name])
@@ -71,12 +74,12 @@ GREEDY_ROW = np.array((0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0), SAMPLING_ROW)
 
 @flax.struct.dataclass
 class SamplingState:
-    """Sampling's state of each slot on the device.
+    """The sampling state of each slot on the device.
 
-    history: [num_slots, C] int32, tokens by position: the sampled tokens; before them the tokens
-        that `load_slot` has written, which penalties need; after them the forced tokens.
-    bias_tokens: [num_slots, MAX_LOGIT_BIAS] int32. The first `SamplingArrays.num_bias` entries of a
-        slot count.
+    history: [num_slots, C] int32, tokens by position. First the tokens that `load_slot` has
+        written, which penalties need; then the sampled tokens; then the forced tokens.
+    bias_tokens: [num_slots, MAX_LOGIT_BIAS] int32. Only the first `SamplingArrays.num_bias` entries
+        of a slot are used.
     bias_values: [num_slots, MAX_LOGIT_BIAS] float32.
     """
 
@@ -94,7 +97,7 @@ class SamplingState:
         )
 
     def load_slot(self, slot, history_C, bias_tokens, bias_values) -> "SamplingState":
-        """The state with one slot replaced. A slot out of range changes nothing."""
+        """The state with one slot replaced. With a slot out of range nothing changes."""
         return SamplingState(
             self.history.at[slot].set(history_C, mode="drop"),
             self.bias_tokens.at[slot].set(bias_tokens, mode="drop"),
@@ -107,8 +110,9 @@ class Logprobs:
     """Natural log-probabilities of tokens, with their most probable alternatives.
 
     chosen: [...] float32, log-probabilities of the tokens.
-    top_tokens: [..., A] int32, the alternatives in order, A = min(MAX_LOGPROBS, V).
-    top: [..., A] float32, their log-probabilities.
+    top_tokens: [..., A] int32, the most probable tokens, ordered by descending probability;
+        A = min(MAX_LOGPROBS, V).
+    top: [..., A] float32, the log-probabilities of `top_tokens`.
     """
 
     chosen: Array
@@ -163,13 +167,14 @@ def _penalised(logits_SxV, how: SamplingArrays, history_SxC, position_S):
 
 
 def _keep_min_p(scaled_SxV, min_p_S):
-    """Logits of tokens less probable than min_p times the most probable one become -inf."""
+    """The logits, -inf for tokens less probable than min_p times the most probable token."""
     least = scaled_SxV.max(-1) + jnp.log(min_p_S)
     return jnp.where(scaled_SxV >= least[:, None], scaled_SxV, -jnp.inf)
 
 
 def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
-    """Logits outside the top k become -inf, then logits outside the smallest set with mass p.
+    """The logits, first -inf outside the top k, then also -inf outside the smallest set of tokens
+    with a probability of at least p in total.
 
     Logits equal to the smallest kept logit are kept too.
     """
@@ -180,7 +185,7 @@ def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
     probs = jax.nn.softmax(ordered, where=in_top_k, axis=-1)
     mass_before = jnp.cumsum(probs, axis=-1) - probs
     top_p = top_p_S[:, None]
-    # Rounding may bring the mass to 1 too early, but top_p = 1 must keep all.
+    # By rounding the cumulative mass may reach 1 too early, but top_p = 1 must keep all tokens.
     kept = in_top_k & ((mass_before < top_p) | (top_p >= 1) | (jnp.arange(V) == 0))
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled_SxV >= threshold, scaled_SxV, -jnp.inf)
@@ -199,8 +204,8 @@ def _where_any(asks_S, change, x):
 def _argmax(x_SxV):
     """The first index [S] int32 of the largest value in each row.
 
-    On CPUs XLA vectorises these two plain reductions, but not `jnp.argmax`: 0.3 ms instead of
-    2.5 ms for 32 rows of 32,000 on two cores.
+    On CPUs XLA vectorises these two plain reductions, but not `jnp.argmax`. For 32 rows of 32,000
+    on two cores, they take 0.3 ms and `jnp.argmax` takes 2.5 ms.
     """
     V = x_SxV.shape[-1]
     largest = x_SxV == x_SxV.max(-1, keepdims=True)
@@ -210,12 +215,12 @@ def _argmax(x_SxV):
 def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, slots_S):
     """Tokens [S] int32 from float32 logits [S, V]; `INVALID_TOKEN` where logits are not finite.
 
-    position: [S] int32, of the token to be sampled.
+    position: [S] int32, the position of the token to be sampled.
     slots: [S] int32, each row's slot in `state`; slots of padding rows may be out of range.
 
     Greedy rows take the argmax. Other rows take the argmax of logits / temperature plus Gumbel
-    noise, which is a draw from the softmax. The noise of a token does not depend on which other
-    tokens top-k, top-p and min-p keep.
+    noise, which is a draw from the softmax. Top-k, top-p and min-p do not change the noise of a
+    token.
     """
     rows = jnp.minimum(slots_S, state.history.shape[0] - 1)
     adjusted = _where_any(
@@ -246,6 +251,6 @@ def sample(logits_SxV, how: SamplingArrays, position_S, state: SamplingState, sl
     is_forced = position_S < how.forced
     forced = state.history.at[rows, position_S].get(mode="clip")
     tokens = jnp.where(is_forced, forced, tokens)
-    # If a logit is infinite or NaN, so is the maximum or the minimum.
+    # If any logit is infinite or NaN, the maximum or the minimum is infinite or NaN.
     finite = jnp.isfinite(logits_SxV.max(-1)) & jnp.isfinite(logits_SxV.min(-1))
     return jnp.where(finite, tokens, INVALID_TOKEN)

@@ -8,7 +8,7 @@ from models.hub import TOKENIZER_FILES, find
 def load_tokenizer(model: str | Path):
     """The tokenizer of `model` (named as in models/hub.py), a transformers fast tokenizer.
 
-    Raises ValueError if there is none or it cannot be read.
+    Raises ValueError if the tokenizer is missing or cannot be read.
     """
     folder = find(model)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -17,5 +17,5 @@ def load_tokenizer(model: str | Path):
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # The library tokenizers raises plain Exception.
+    except Exception as error:  # The library `tokenizers` raises plain Exception.
         raise ValueError(f"{folder}: the tokenizer cannot be read: {error}") from error

@@ -1,14 +1,15 @@
 """W4A8: products of 4-bit weights with 8-bit activations (LServe §4.2; QServe).
 
-Weights are quantised twice. First each output channel becomes integers from -119 to 119 with a
-float32 scale. Then each group of 128 of these integers, along the inputs, becomes 4-bit codes with
-a 4-bit zero point and a small integer as scale:
+Weights are quantised twice. First each output channel is quantised to integers from -119 to 119
+with a float32 scale. Then each group of 128 of these integers, along the inputs, is quantised to
+4-bit codes with a 4-bit zero point and a small integer as scale:
 
     w ~ scale * (group_scale * (code - zero))
 
-With 119, group_scale * (code - zero) stays within 8 bits however it is rounded (QServe's protective
-range). So it is computed exactly, as the codes of a W8A8 product, and activations are quantised as
-in W8A8. QServe's rotations and smoothing, which make weights easier to quantise, are not applied.
+Because of the limit 119, group_scale * (code - zero) fits 8 bits for every rounding (QServe's
+protective range). So these integers are exact, and serve as the codes of a W8A8 product.
+Activations are quantised as in W8A8. QServe's rotations and smoothing, which make weights easier to
+quantise, are not applied.
 """
 
 from collections.abc import Collection
@@ -21,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models import w8a8
 from models.w8a8 import Int8Weights
 
-GROUP = 128  # inputs
+GROUP = 128  # inputs of a group
 LARGEST = 119  # the largest integer after the first quantisation
 MOST = 15  # the largest code
 
@@ -29,10 +30,10 @@ MOST = 15  # the largest code
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int4Weights:
-    """Weights in g groups of inputs. Stacked weights have an axis of layers first.
+    """Weights in g groups of inputs. In stacked weights the first axis is layers.
 
-    codes: [out, g, GROUP / 2] uint8; the low four bits hold the first half of a group, the high
-        four bits the second half.
+    codes: [out, g, GROUP / 2] uint8. The low four bits hold the first half of a group, and the high
+        four bits hold the second half.
     groups: [out, g, 2] int8, each group's scale and zero point.
     scale: [out] float32.
     """
@@ -42,7 +43,7 @@ class Int4Weights:
     scale: jax.Array
 
     def in_8_bits(self) -> Int8Weights:
-        """The same weights in 8 bits: codes are the integers of all groups, concatenated."""
+        """The same weights in 8 bits. Codes are the integers of all groups, concatenated."""
         halves = self.codes & MOST, self.codes >> 4
         codes = jnp.concatenate(halves, axis=-1).astype(jnp.int8)
         scale, zero = jnp.split(self.groups, 2, axis=-1)
@@ -51,7 +52,7 @@ class Int4Weights:
 
 
 def rounded(w) -> Int4Weights:
-    """w [out, in], quantised; `in` is a multiple of GROUP."""
+    """The quantised weights of w [out, in]; `in` is a multiple of GROUP."""
     w = w.astype(jnp.float32)
     scale = jnp.abs(w).max(-1) / LARGEST
     whole = jnp.round(w / jnp.where(scale > 0, scale, 1)[:, None]).astype(jnp.int32)
@@ -72,8 +73,8 @@ def _quotient(x, by):
 
 
 def quantize(params, projections: Collection[str]):
-    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError if a shard's inputs of a projection
-    are no multiple of GROUP."""
+    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError if a shard's number of inputs of a
+    projection is no multiple of GROUP."""
     return w8a8.quantize(params, projections, _weights)
 
 

@@ -2,8 +2,8 @@
 
 A weight matrix has one scale for each output channel, computed once. An activation has one scale
 for each token, computed at run time, so that a token's product does not depend on the rest of the
-batch. Both are symmetric: x ~ scale * codes with codes from -127 to 127. Embeddings, the head,
-norms and biases are not quantised.
+batch. Both quantisations are symmetric: x ~ scale * codes with codes from -127 to 127. Embeddings,
+the head, norms and biases are not quantised.
 """
 
 from collections.abc import Callable, Collection
@@ -19,7 +19,7 @@ LARGEST = 127  # the largest code; -128 would have no opposite
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Weights:
-    """Weights; stacked weights have an axis of layers first.
+    """Quantised weights. In stacked weights the first axis is layers.
 
     codes: [out, in] int8.
     scale: [out] float32.
@@ -30,10 +30,10 @@ class Int8Weights:
 
 
 def rounded(x, reduce_max=lambda largest: largest):
-    """x [..., n] as codes [..., n] int8, with one scale [...] float32 for each last axis.
+    """x [..., n] as codes [..., n] int8, with one scale [...] float32 per vector of n elements.
 
-    reduce_max: takes largest absolute values [...] to their maximum over all shards, if shards
-        split the last axis.
+    reduce_max: largest absolute values [...] on this shard -> their maximum over all shards. It is
+        needed if shards split the last axis.
     """
     x = x.astype(jnp.float32)
     scale = reduce_max(jnp.abs(x).max(-1)) / LARGEST
@@ -43,7 +43,9 @@ def rounded(x, reduce_max=lambda largest: largest):
 
 def linear(x, w: Int8Weights, dtype, reduce_max=lambda largest: largest):
     """The product of x [T, in] and w [out, in]: [T, out] in `dtype`. Sums of codes are exact.
-    reduce_max: as in `rounded`, if x and w are a shard's part of the input."""
+
+    reduce_max: as in `rounded`; needed if shards split `in`.
+    """
     codes, scale = rounded(x, reduce_max)
     sums = jax.lax.dot_general(
         codes, w.codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
@@ -53,7 +55,7 @@ def linear(x, w: Int8Weights, dtype, reduce_max=lambda largest: largest):
 
 def quantize(params, projections: Collection[str], of: Callable | None = None):
     """The parameters with each weight w of `projections` replaced by `of(w)`, by default
-    `Int8Weights`, on the same devices. Scales equal a single device's.
+    `Int8Weights`, on the same devices. Scales do not depend on the sharding.
 
     params: placed on devices, with layers as a list.
     """

@@ -1,7 +1,7 @@
 """Descriptions of ops for tools: implementations, and named arguments in real models' shapes.
 
-Tests, ahead-of-time compilation and benchmarks share them. A spec holds no arrays: its function
-`arguments` draws them, and `Spec.shapes` returns only their shapes.
+Tests, ahead-of-time compilation and benchmarks share the descriptions. A spec holds no arrays. Its
+function `arguments` draws random arrays, and `Spec.shapes` returns only their shapes.
 """
 
 import math
@@ -48,7 +48,7 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that any implementation needs: bytes of memory read and written, and FLOPs."""
+    """The bytes read and written and the FLOPs that every implementation needs at least."""
 
     bytes: int
     flops: int = 0
@@ -56,7 +56,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rates:
-    """The best rates of a machine. dispatch_s: seconds to start a program and wait for it."""
+    """The best rates of a machine.
+
+    dispatch_s: seconds to start a program and wait for it.
+    """
 
     bytes_per_s: float
     flops_per_s: float
@@ -64,8 +67,8 @@ class Rates:
 
     @classmethod
     def best(cls, measured: Mapping[str, float]) -> "Rates":
-        """The fastest of several measurements of each kind, because a floor must not rest on a slow
-        program. The kind is the end of a measurement's name."""
+        """The fastest of several measurements of each kind, because a floor must not depend on a
+        slow program. The kind is the suffix of a measurement's name."""
         bytes_per_s, flops_per_s = (
             max(rate for name, rate in measured.items() if name.endswith(kind))
             for kind in ("bytes_per_s", "flops_per_s")
@@ -73,8 +76,10 @@ class Rates:
         return cls(bytes_per_s, flops_per_s, measured.get("dispatch_s", 0.0))
 
     def floor_s(self, cost: Cost, dispatches: float = 1.0) -> float:
-        """The least seconds for a cost. dispatches: started programs, a fraction if one program
-        runs several steps."""
+        """The least seconds for a cost.
+
+        dispatches: the number of started programs, a fraction if one program runs several steps.
+        """
         longer = max(cost.bytes / self.bytes_per_s, cost.flops / self.flops_per_s)
         return longer + dispatches * self.dispatch_s
 
@@ -83,14 +88,14 @@ class Rates:
 class Spec:
     """One call of an op.
 
-    op: its public function.
-    arguments: draws the arrays of the call from a random key, by keyword.
-    cost: the cost of a call with such arrays.
+    op: the op's public function.
+    arguments: (random key) -> the random arrays of the call, by keyword.
+    cost: (arrays by keyword) -> the cost of the call.
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
     indices: the names of the arrays that `cost`, `plan` and `balance` need.
-    plan: (arrays `indices`, name of the implementation) -> keywords of the call that are made once
-        for all layers of a step. None if there are none.
+    plan: (arrays `indices`, name of the implementation) -> keywords of the call, such as schedules,
+        that are computed once for all layers of a step. None if the call has no such keywords.
     balance: (schedule from `plan`, arrays `indices` by name) -> balance of the schedule.
     most_pages: the most pages of a pool that the op accepts; None for any number.
     defined: (arguments, results) -> the results that are not arbitrary.
@@ -114,7 +119,7 @@ class Spec:
         return jax.eval_shape(self.arguments, jax.random.key(0))
 
     def drawn_indices(self) -> dict[str, jax.Array]:
-        """The arrays `indices` of the first draw. No memory is used for all other arrays."""
+        """The arrays `indices` for a fixed random key. Other arrays use no memory."""
         draw = jax.jit(lambda key: {name: self.arguments(key)[name] for name in self.indices})
         return draw(jax.random.key(0))
 
@@ -129,7 +134,7 @@ class Spec:
         return self.defined(arguments, [np.asarray(x) for x in jax.tree.leaves(out)])
 
     def errors(self, arguments: Arrays, found: Results) -> Errors:
-        """Absolute errors of `results`, and the largest error as a share of its tolerance."""
+        """Absolute errors of `found`, and the largest error as a share of its tolerance."""
         if self.compare is not None:
             return self.compare(arguments, found)
         expected = self.results(arguments, reference(self.op, self.options, arguments))
@@ -145,7 +150,7 @@ def reference(op: Callable, options: Mapping[str, Any], arguments: Arrays) -> An
 
 
 def some[T](named: Mapping[str, T], small: bool) -> Mapping[str, T]:
-    """Named shapes to check: if `small`, only the shapes of the bundled model."""
+    """The named shapes to check. If `small`, these are only the shapes of the bundled model."""
     return {"small": named["bundled"]} if small else named
 
 
@@ -156,12 +161,12 @@ def without_padding(arguments: Arrays, results: Results) -> Results:
 
 @dataclass(frozen=True)
 class Gates:
-    """Requirements of an op's compiled kernels, beyond those of every kernel.
+    """Requirements of an op's compiled kernels, in addition to the requirements of all kernels.
 
-    resident: by kernel, the thread blocks that must fit a multiprocessor at a time; 1 by default.
+    resident: kernel -> thread blocks that must fit a multiprocessor at a time; 1 by default.
     most_launches: the most launches of the op on the device; None for any number.
-    balanced: by spec whose thread blocks must get equal parts of the work on Hopper, the most bytes
-        of partial results for each byte of keys and values.
+    balanced: spec -> the most bytes of partial results for each byte of keys and values. Only these
+        specs must give thread blocks equal parts of the work on Hopper.
     """
 
     resident: Mapping[str, int] = field(default_factory=dict)
@@ -173,17 +178,18 @@ class Gates:
 class Op:
     """One op, described for tools and checks.
 
-    implementations: by name.
+    implementations: name -> implementation.
     specs: named arguments, in real models' shapes.
-    checked: (small) -> named arguments for which `reference` has the memory and the time; if
-        `small`, tiny ones, for the interpreter.
+    checked: (small) -> named arguments that are small enough for `reference`; if `small`, tiny
+        arguments for the interpreter.
     kernels: the names of the Mosaic kernels that a call launches on Hopper.
     reused: whether thread blocks read the same operands, so that the L2 cache holds them.
     slow_as_xla: specs for which XLA takes as long as many runs of the kernel.
-    peers: other libraries' kernels, to be compiled for Hopper, by the names of the spec and of the
-        peer: (GPU) -> a function and its arguments.
-    timed_peers: (small) -> peers by the same names: (device_seconds) -> seconds of the peer's call
-        on this machine. device_seconds times a function of JAX arrays.
+    peers: other libraries' kernels, to be compiled for Hopper. (spec's name, peer's name) ->
+        a function (GPU) -> (function to compile, its arguments).
+    timed_peers: (small) -> peers to be timed. (spec's name, peer's name) -> a function
+        (device_seconds) -> seconds of the peer's call on this machine. device_seconds times a
+        function of JAX arrays.
     """
 
     implementations: Mapping[str, Callable]
@@ -210,16 +216,17 @@ class Op:
 class Attention:
     """The shapes of a call of an attention op.
 
-    heads: of the model.
-    sequences, context: the number of sequences, and the most tokens that each of them has.
-    chunk: how many of a sequence's last tokens a prefill computes.
+    heads: the model's heads.
+    sequences: the number of sequences.
+    context: the most tokens of a sequence.
+    chunk: the number of a sequence's last tokens that a prefill computes.
     page_size: tokens of a page.
-    ragged: whether lengths differ. They are then drawn, and 0, 1 and `page_size` + 1 are among
-        them. Otherwise every sequence has `context` tokens.
-    tokens: the tokens of each sequence, if they are neither drawn nor all equal. Tables still have
-        room for `context` tokens.
-    scores_std: the standard deviation of scores, before a cap.
-    kv_bits: bits of keys and values: 16 for `dtype`, fewer for quantised pages.
+    ragged: whether lengths are random and include 0, 1 and `page_size` + 1. Otherwise every
+        sequence has `context` tokens, unless `tokens` is given.
+    tokens: the length of each sequence, if lengths are neither random nor all equal. Tables still
+        have room for `context` tokens.
+    scores_std: the standard deviation of scores, before a soft cap.
+    kv_bits: bits of keys and values; 16 means `dtype`, and fewer bits mean quantised pages.
 
     Raises ValueError if `tokens` does not fit the other fields.
     """
@@ -255,7 +262,7 @@ class Attention:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of the keys, or of the values, of a token and KV head."""
+        """Bytes of one token's keys in one KV head. Its values have as many bytes."""
         if self.format:
             return self.format.token_bytes
         return self.heads.D * jnp.dtype(self.dtype).itemsize
@@ -265,8 +272,8 @@ class Attention:
         return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
 
     def pages(self, key) -> dict[str, jax.Array]:
-        """Pools, and tables that list all pages of the pools in random order. With `tokens`, pools
-        have no pages beyond these tokens, and the rest of each table names page 0."""
+        """Pools, and tables with all pages of the pools in random order. With `tokens`, pools only
+        have the pages of these tokens, and the rest of each table has page id 0."""
         K, D = self.heads.K, self.heads.D
         M = -(-self.context // self.page_size)
         held = np.full(self.sequences, M)
@@ -293,8 +300,11 @@ class Attention:
         return QuantizedPages(words, self.format, self.page_size)
 
     def cost(self, visible, read) -> Cost:
-        """The cost of attention over all heads. visible: [queries], tokens that each query sees.
-        read: [S], tokens of each sequence that any query sees."""
+        """The cost of attention over all heads.
+
+        visible: [queries], the number of tokens that each query sees.
+        read: [S], the number of tokens of each sequence that any query sees.
+        """
         H, K, D = self.heads.H, self.heads.K, self.heads.D
         size = jnp.dtype(self.dtype).itemsize
         visible, read = np.asarray(visible, np.int64), np.asarray(read, np.int64)

@@ -67,7 +67,7 @@ def held(token, first, length):
 def clear_unheld(v_ref, first_token, first, length) -> None:
     """Set the values of tokens that are not attended to to zero.
 
-    A page's former owner may have left NaN there, and a weight of 0 times NaN is NaN.
+    Values that remain from another sequence may be NaN, and a weight of 0 times NaN is NaN.
     """
     v = plgpu.load(v_ref, layout=LAYOUT)
     token = index_of(0, v.shape, first_token)

@@ -39,18 +39,20 @@ def sgmv_schedule(segments: Segments, T: int) -> SgmvSchedule:
 
 
 def padded(T: int) -> int:
-    """The rows of an array of T tokens, padded so that no tile extends beyond the array."""
+    """The number of rows to which T tokens are padded. No tile extends beyond this number."""
     return max(T + -T % ALIGNMENT, ROWS)
 
 
 def work_items(segments: Segments, T: int):
     """Tiles that cover all live segments of an array of T rows, T from `padded`: [n, 5] int32.
 
-    The five columns are
-        the adapter slot;
-        the first row of the tile;
-        lo and hi: rows lo to hi - 1 of the tile belong to the segment;
-        whether the segment has only one token.
+    The five columns are:
+
+    - the adapter slot;
+    - the first row of the tile;
+    - lo and hi: rows lo to hi - 1 of the tile belong to the segment;
+    - whether the segment has only one token.
+
     Unused items have no rows.
     """
     S = segments.slots.shape[0]

@@ -234,7 +234,7 @@ def decode(
                         rest += jnp.where(seen, probs * rows(zero + middle * unit, shape), 0.0)
                     weights = weights.astype(dtype)
                     if values.scaled and (more := registers.offset(values, dtype) + middle):
-                        # The product uses rounded weights, so the offset is subtracted with them too.
+                        # The product uses rounded weights, so the offset's term uses them too.
                         rest -= weights.astype(jnp.float32) * more
                     weights_of.append(weights)
                 for at, weights in zip(chunks, weights_of):
@@ -285,7 +285,7 @@ def decode(
 
 
 def _held(section: Section, at: int, first_page, shape, first, count, sliding_window):
-    """Mask of an array of `shape` with rows from row `at` of a tile on: true for attended tokens."""
+    """Mask of `shape`, whose rows are a tile's rows from `at` on: true for attended tokens."""
     P, R = section.tokens, section.rows
     offset = tiles.index_of(0, shape, at % R)
     token = (first_page + at // R) * P + offset

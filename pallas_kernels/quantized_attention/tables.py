@@ -23,7 +23,7 @@ class Run(NamedTuple):
         return self.first + self.step * number.clip(0, self.width - 1)
 
     def number(self, column):
-        """The number of a column's page. Outside of this table it is below 0 or at least `width`."""
+        """The number of a column's page; outside of this table, below 0 or at least `width`."""
         return (column - self.first) * self.step
 
 

@@ -1,4 +1,4 @@
-"""GPUs that this machine lacks, as JAX devices. Programs can be compiled for them, but not run."""
+"""JAX devices for GPUs that this machine lacks. Programs can be compiled for them, but not run."""
 
 import importlib.util
 import logging
@@ -44,8 +44,7 @@ def devices(target: str, count: int = 1) -> list[jax.Device]:
 def _find_disassembler() -> None:
     """Point Mosaic to the disassembler of the package nvidia-cuda-nvdisasm.
 
-    Mosaic disassembles every kernel, and searches only the place of the tool in a CUDA
-    installation.
+    Mosaic disassembles every kernel, and searches the disassembler only in a CUDA installation.
     """
     name = "MOSAIC_GPU_CUDA_ROOT"
     package = importlib.util.find_spec("nvidia")

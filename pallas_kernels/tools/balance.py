@@ -1,4 +1,4 @@
-"""How evenly a schedule spreads work over thread blocks. Work is counted in tiles."""
+"""How evenly a schedule spreads work, in tiles, over thread blocks."""
 
 import heapq
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Balance:
-    """The balance of a schedule. A place runs one thread block after another, beside other places.
+    """The balance of a schedule. A place runs one thread block at a time; all places run at once.
 
-    blocks: thread blocks.
+    blocks: the number of thread blocks.
     idle: the share of thread blocks without a tile.
     waves: thread blocks per place.
-    longest: the tiles of the place that ends last, as a multiple of the mean over all places.
-    tiles: the tiles of all thread blocks.
-    longest_tiles: the tiles of the place that ends last.
-    partial_bytes: bytes written as partial results.
+    longest: `longest_tiles` as a multiple of the mean over all places.
+    tiles: the number of tiles of all thread blocks.
+    longest_tiles: the number of tiles of the place that ends last.
+    partial_bytes: bytes of all partial results.
     partials: `partial_bytes` as a share of the bytes of keys and values.
     """
 
@@ -35,15 +35,15 @@ def balance(
 ) -> Balance:
     """The balance of a schedule of plain integer arrays.
 
-    tiles: [R] the tiles of each row. A row is a sequence's KV head in decode, and a tile of queries
-        of one KV head in prefill.
-    items: [I, 4 or more] each item's row, first tile, tile after the last, and the place of its
-        partial result, or -1.
+    tiles: [R] the number of tiles of each row. A row is a sequence's KV head in decode, and a tile
+        of queries of one KV head in prefill.
+    items: [I, 4 or more] each item's row, first tile, tile after its last tile, and index of its
+        partial result, or -1 without a partial result.
     block_items: [B + 1]; thread block b runs items block_items[b] to block_items[b + 1] - 1.
-    places: the thread blocks that the GPU runs at a time. Further blocks follow in order, each in
-        the place of a block that has ended.
-    partial_bytes: of one partial result.
-    kv_bytes: of all keys and values that are read.
+    places: the number of thread blocks that the GPU runs at a time. A further block starts in the
+        place of a block that has ended.
+    partial_bytes: bytes of one partial result.
+    kv_bytes: bytes of all keys and values that are read.
 
     Raises ValueError if the items of the thread blocks do not read each tile of each row once.
     """

@@ -9,18 +9,26 @@ tables:
   memory of a thread block, the thread blocks that fit a multiprocessor, the numbers of tensor-core
   and TMA instructions, the number of the op's launches, the temporary memory, and the share of the
   donated arrays that is written in place;
-- for each loop over tiles: the bytes under way, and the bytes that Little's law requires;
-  instructions and barriers a tile; the resource that limits the loop; the share of the memory's
-  bandwidth or of the tensor cores' rate that it can reach, as a range; how evenly the schedule
-  spreads the work; and the predicted time of the call. predict.py has the arithmetic and its
-  assumptions;
-- the same for other libraries' kernels for the same shapes (peers.py), where they can be imported.
+- for each loop over tiles: the bytes in flight, and the bytes that Little's law requires;
+  instructions and barriers per tile; the resource that limits the loop; the share of the memory
+  bandwidth or of the tensor cores' rate that the loop can reach, as a range; how evenly the
+  schedule spreads the work; and the predicted time of the call. predict.py has the arithmetic and
+  its assumptions;
+- the loops over tiles of other libraries' kernels for the same shapes (peers.py), if these
+  libraries can be imported.
 
-It exits with an error if a kernel does not compile within minutes, spills, leaves no report, takes
-so many registers or so much shared memory that too few thread blocks fit a multiprocessor, does not
-wait for memory that it reads (synchronization.py), or would race or hang on a GPU only
-(hazards.py); if a donated array is copied; if an op launches more than its gates allow; or if a
-schedule of equal parts leaves thread blocks without work. It needs the extra `aot`, and no GPU.
+It exits with an error
+
+- if a kernel does not compile within minutes, spills registers, or leaves no report;
+- if a kernel uses so many registers or so much shared memory that too few thread blocks fit a
+  multiprocessor;
+- if a kernel does not wait for memory that it reads (synchronization.py);
+- if a kernel would race or hang on a GPU but not in the interpreter (hazards.py);
+- if a donated array is copied;
+- if an op launches more kernels than its gates allow;
+- if a schedule of equal parts leaves thread blocks without work.
+
+It needs the extra `aot`, and no GPU.
 """
 
 import argparse
@@ -49,13 +57,14 @@ MOST_SECONDS = 300
 
 
 def compile_one(target: str, op: str, spec: str, implementation: str) -> Report:
-    """Compile, in a new process: a kernel leaves a report only once in a process."""
+    """Compile. This must run in a new process, because a kernel leaves a report only once in a
+    process."""
     # Mosaic's inference of layouts may take for ever.
     signal.signal(signal.SIGALRM, _give_up)
     signal.alarm(MOST_SECONDS)
     try:
         return _compile(target, op, spec, implementation)
-    except Exception as error:  # One kernel's error must not hide all other reports.
+    except Exception as error:  # One kernel's error must not hide other reports.
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Report(target, op, spec, implementation, problem=problem)
     finally:
@@ -124,7 +133,8 @@ def _call(
 
 
 def _implementations(target: str, op: str, spec: str) -> list[str]:
-    """The op's kernel. If there is none, or if the op writes in place, also its XLA version."""
+    """The names of the op's kernel, if there is one, and of its XLA version, if there is no kernel
+    or if the op writes in place."""
     kernel = OPS[op].kernel_for(TARGETS[target].gpu.compute_capability)
     if kernel is None:
         return ["xla"]

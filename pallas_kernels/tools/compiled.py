@@ -20,12 +20,14 @@ _BARRIER = 8  # bytes
 
 @dataclass(frozen=True)
 class Kernel:
-    """The compiler's report on one Mosaic kernel, and results that follow. Memory is in bytes.
+    """The compiler's report on one Mosaic kernel, and results computed from it. Memory is in bytes.
 
-    shared_memory: of a thread block.
-    loop, fetching: of a warp that multiplies tiles, and of a warp that only fetches them.
+    shared_memory: bytes of a thread block.
+    loop: the loop of a warp that multiplies tiles.
+    fetching: the loop of a warp that only fetches tiles.
     prediction: None for a kernel without a loop that fetches tiles.
-    reductions_across_warps: the number of Mosaic's own, which share one scratch in a thread block.
+    reductions_across_warps: the number of Mosaic's own reductions across warps. They share one
+        scratch in a thread block.
     """
 
     name: str
@@ -45,8 +47,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """jaxpr: of the function.
-    launches: the names of the kernels that it runs on the device.
+    """jaxpr: the function's jaxpr.
+    launches: the names of the kernels that the function runs on the device.
     temporaries: bytes of temporary memory.
     aliased: bytes of donated arrays that are written in place.
     """
@@ -61,9 +63,10 @@ class Compiled:
 def compile_function(
     function: Callable, donated, arguments, target: str, *, reused: bool
 ) -> Compiled:
-    """Compile `function(donated, arguments)`, pytrees of shapes. The process must not have compiled
-    the same kernels before, because a kernel leaves a report only once in a process.
+    """Compile `function(donated, arguments)`. The process must not have compiled the same kernels
+    before, because a kernel leaves a report only once in a process.
 
+    donated, arguments: pytrees of shapes.
     reused: whether thread blocks read the same operands, such as keys.
     """
     gpu = TARGETS[target]
@@ -136,9 +139,12 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
 
 
 def reductions_across_warps(module: str) -> int:
-    """The number of Mosaic's reductions that combine results of several warps. module: a kernel
-    with inferred layouts. These are reductions to a number, and reductions of an operand that is
-    spread over warps to a result that all warps have."""
+    """The number of Mosaic's reductions that combine results of several warps. These are reductions
+    to a number, and reductions of an operand that is spread over warps to a result that every warp
+    holds.
+
+    module: the text of a kernel with inferred layouts.
+    """
     count = 0
     for line in module.splitlines():
         if "vector.reduction" in line:
@@ -150,7 +156,7 @@ def reductions_across_warps(module: str) -> int:
 
 
 def _layouts(line: str) -> tuple[str, str]:
-    """The layouts of an operation's operands, in order, and of its results."""
+    """The layouts of an operation's operands, in order, and the layouts of its results."""
     return line.split("in_layouts = [")[1], line.split("out_layouts = [")[1]
 
 

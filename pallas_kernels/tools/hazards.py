@@ -1,24 +1,25 @@
 """A check of a kernel's jaxpr for errors that neither the interpreter nor the compiler reports.
 
-In the interpreter a warpgroup is one thread with unlimited registers, memory of its own for
-reductions, and integers that never overflow; and the compiler assumes that a kernel keeps the rules
+In the interpreter a warpgroup is one thread with unlimited registers, separate memory for
+reductions, and integers that never overflow. The compiler assumes that a kernel keeps the rules
 below. A kernel that breaks a rule races or hangs on a GPU, or reads zeros.
 
-- Registers: after `set_max_registers` warpgroups take no more than the launch has given the thread
-  block. Otherwise the last warpgroup to request registers waits for ever.
-- Reductions across warps: Mosaic's own use one place of a thread block's shared memory, at which a
-  warpgroup waits only for its own warps. So at most one warpgroup of a block uses them. Other
-  warpgroups use `mosaic.reduced_rows`, each with a scratch of its own.
-- Indices: TMA counts rows in int32, and fills rows beyond with zeros; the kernels' own products are
-  int32 too. With the largest pools that a GPU holds, each axis of an array that a kernel reads or
-  writes is shorter than 2**31. Offsets in bytes are computed by Mosaic, in 64 bits.
-- Barriers: every kernel has Mosaic's automatic ones (no `unsafe_no_auto_barriers`). Within a
+- Registers: after `set_max_registers`, all warpgroups of a thread block together have at most the
+  registers of the launch. Otherwise the last warpgroup that requests registers waits for ever.
+- Reductions across warps: Mosaic's own reductions share one scratch in a thread block's shared
+  memory, and a warpgroup waits there only for its own warps. So at most one warpgroup of a block
+  uses them. Other warpgroups use `mosaic.reduced_rows`, each with a separate scratch.
+- Indices: TMA numbers rows in int32, and reads rows beyond int32 as zeros. The kernels compute
+  indices in int32 too. With the largest pools that fit a GPU, each axis of an array that a kernel
+  reads or writes is shorter than 2**31. Mosaic computes offsets in bytes, in 64 bits.
+- Barriers: every kernel has Mosaic's automatic barriers (no `unsafe_no_auto_barriers`). Within a
   warpgroup only these order a warp's accesses to shared memory with another warp's accesses, and
-  with the TMA copies that the other warp starts. The barriers that kernels name order warpgroups.
+  with the TMA copies that the other warp starts. The kernels' own barriers order warpgroups.
 
-The check follows each warpgroup by its number: if the number decides a condition, only the taken
-branch counts. Every reduction counts as one across warps, except over the last of several axes,
-which lies within a warp's rows in the layouts of products; compiled.py reads the inferred layouts.
+The check follows each warpgroup by its number. If the number decides a condition, only the taken
+branch is followed. Every reduction is treated as a reduction across warps, except a reduction over
+the last of several axes: in the layouts of products this axis lies within a warp. compiled.py reads
+the inferred layouts.
 """
 
 import math
@@ -36,20 +37,20 @@ from pallas_kernels.tools.kernel_jaxpr import LOOPS, WARPGROUP, bodies, calls, i
 from pallas_kernels.tools.predict import REGISTER_UNIT, REGISTERS
 from pallas_kernels.tools.targets import Target
 
-MOST_REGISTERS = 255  # of a thread
+MOST_REGISTERS = 255  # per thread
 MOST_INDEX = 2**31
 
 
 def check(jaxpr) -> list[str]:
-    """The rules that Mosaic kernels of a traced function break: one complaint each, or none.
+    """The rules that Mosaic kernels of a traced function break, with one message per violation.
 
-    jaxpr: of the function with the largest pools (`traced`).
+    jaxpr: the jaxpr of the function with the largest pools (`traced`).
     """
     return [complaint for call in calls(jaxpr) for complaint in _check(call)]
 
 
 def traced(spec: Spec, implementation: str | None, target: Target):
-    """The jaxpr of a call of a spec's op on a GPU, with the largest pools that it holds."""
+    """The jaxpr of a call of a spec's op on a GPU, with the largest pools that fit the GPU."""
 
     def call(arguments):
         return spec.op(**arguments, **spec.options, implementation=implementation)
@@ -59,10 +60,10 @@ def traced(spec: Spec, implementation: str | None, target: Target):
 
 
 def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
-    """The shapes of a spec's arguments, with pools that fill `memory` bytes, or that have the most
-    pages that the op accepts.
+    """The shapes of a spec's arguments, with the largest pools that fit `memory` bytes and that the
+    op accepts.
 
-    Pools are the arguments whose names end with axes that begin with N.
+    Pools are the arguments with N as the first axis in their names.
     """
     shapes = spec.shapes()
     pools = {name: x for name, x in shapes.items() if name.split("_")[-1].startswith("Nx")}
@@ -82,8 +83,8 @@ def with_largest_pools(spec: Spec, memory: int) -> dict[str, Any]:
 
 
 def check_compiled(jaxpr, kernels: Sequence[Kernel]) -> list[str]:
-    """As `check`, for the compiled function: its kernels' registers, and the layouts in which they
-    reduce."""
+    """As `check`, but with the actual registers of the compiled kernels, and with the inferred
+    layouts of their reductions."""
     complaints = []
     by_name = {kernel.launch.name: kernel for kernel in kernels}
     for call in calls(jaxpr):
@@ -100,14 +101,14 @@ def check_compiled(jaxpr, kernels: Sequence[Kernel]) -> list[str]:
 
 
 def registers_of_launch(threads: int) -> int:
-    """The most registers of a thread that the compiler gives a thread block of this size."""
+    """The most registers per thread that the compiler assigns in a thread block of this size."""
     most = min(MOST_REGISTERS, REGISTERS // threads)
     return most // REGISTER_UNIT * REGISTER_UNIT
 
 
 def registers_asked(call) -> list[int | None]:
-    """For each warpgroup of a kernel's call: the most registers of a thread that it sets, or None
-    if it sets none."""
+    """For each warpgroup of a kernel's call, the most registers per thread that it sets; None if it
+    sets none."""
     return [
         max((eqn.params["n"] for eqn, _, _ in reached if _sets_registers(eqn)), default=None)
         for reached in _by_warpgroup(call)
@@ -115,12 +116,12 @@ def registers_asked(call) -> list[int | None]:
 
 
 def reducing(call) -> int:
-    """The number of a thread block's warpgroups that reach any of Mosaic's own reductions."""
+    """The number of a thread block's warpgroups that may run any of Mosaic's own reductions."""
     return sum(any(_reduces(eqn) for eqn, _, _ in reached) for reached in _by_warpgroup(call))
 
 
 def too_many_registers(asked: list[int | None], of_launch: int) -> str | None:
-    """A complaint if warpgroups together set more registers than the launch has."""
+    """A message if all warpgroups together set more registers than the launch has."""
     if all(n is None for n in asked):
         return None
     most = of_launch * len(asked)
@@ -149,7 +150,7 @@ def _check(call) -> Iterator[str]:
 
 
 def _shared_scratch(call) -> Iterator[str]:
-    """Reductions through shared memory that another warpgroup's reductions use too."""
+    """Reductions with a scratch that another warpgroup's reductions use too."""
     users: dict[Any, set[int]] = {}
     example: dict[Any, Any] = {}
     for warpgroup, reached in enumerate(_by_warpgroup(call)):
@@ -191,14 +192,14 @@ def _threads(call) -> range:
 
 
 def _by_warpgroup(call) -> list[list]:
-    """For each warpgroup the equations that it may reach, each with the identities of references
-    and the known numbers at that point."""
+    """For each warpgroup, the equations that it may run. Each equation has the identities of
+    references and the known numbers at its point of the program."""
     (mesh,), (body,) = call.params["meshes"], sub_jaxprs(call)
     return [list(_reached(body, {}, {}, {mesh.thread_name: thread})) for thread in _threads(call)]
 
 
 def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
-    """The equations that may be reached, with `roots` and `values`.
+    """The equations that may run, each with `roots` and `values`.
 
     values: known numbers by variable, extended in place. axes: known axis indices by name.
     """
@@ -223,7 +224,7 @@ def _reached(jaxpr, roots, values, axes: Mapping[str, int]) -> Iterator[tuple]:
 
 
 def _inner_values(eqn, sub, values) -> dict:
-    """The known numbers among the operands of `sub`, a jaxpr of an equation. The values that a loop
+    """The known numbers among the operands of `sub`, a jaxpr of an equation. Values that a loop
     carries are unknown, because they change."""
     name = eqn.primitive.name
     first = {"cond": 1, "while": eqn.params.get("cond_nconsts", 0)}.get(name, 0)

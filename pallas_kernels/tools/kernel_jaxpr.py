@@ -8,7 +8,7 @@ from pallas_kernels.mosaic import is_barrier, is_shared_memory, sub_jaxprs, view
 
 LOOPS = {"while", "scan"}
 WARPGROUP = 128  # threads
-_ROWS, _COLUMNS = 64, 256  # the most of a product that one wgmma computes
+_ROWS, _COLUMNS = 64, 256  # the largest product of one wgmma
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,14 @@ class Launch:
     innermost copying loop that copies most, and one pass through the loop that multiplies most.
 
     grid: thread blocks along each axis.
-    warpgroups: of a thread block. Of two or three, one only copies. Four are two `lanes`: in each,
-        one warpgroup copies tiles and the other multiplies them.
-    in_flight: bytes of all shared memory that the copies of a pass fill: the most that can be under
-        way at a time.
-    copied: bytes from global to shared memory, by all warpgroups.
-    flops: of one warpgroup.
-    operands: bytes of shared memory that one warpgroup reads, most of them as operands of wgmma.
+    warpgroups: warpgroups of a thread block. With two or three warpgroups, one only copies. Four
+        warpgroups form two `lanes`. In each lane, one warpgroup copies tiles and the other
+        multiplies them.
+    in_flight: bytes of all buffers in shared memory that the copies of a pass fill. This is the
+        most that can be in flight at a time.
+    copied: bytes that all warpgroups copy from global to shared memory.
+    flops: FLOPs of one warpgroup.
+    operands: bytes of shared memory that one warpgroup reads, mostly as operands of wgmma.
     stored: bytes that one warpgroup writes to shared memory.
     """
 
@@ -92,7 +93,10 @@ def calls(jaxpr) -> Iterator:
 
 @dataclass
 class _Pass:
-    """One pass through a loop, without the inner `loops`. filled: bytes by buffer."""
+    """One pass through a loop, without its inner `loops`.
+
+    filled: buffer -> bytes.
+    """
 
     loops: list["_Pass"] = field(default_factory=list)
     filled: dict[int, int] = field(default_factory=dict)
@@ -112,14 +116,14 @@ def _collect(jaxpr, roots, passes: list[_Pass], here: _Pass, conditional: bool =
             acc, a, b = (viewed(eqn, i) for i in range(3))
             (M, N), K = acc.shape, a.shape[1]
             here.flops += 2 * M * N * K
-            # Each wgmma reads its own operands.
+            # Every wgmma reads all of its operands.
             here.operands += math.ceil(M / _ROWS) * _bytes(b)
             if is_shared_memory(eqn.invars[1].aval):
                 here.operands += math.ceil(N / _COLUMNS) * _bytes(a)
         elif name == "mma":
             _, a, b = (x.aval for x in eqn.invars)
             here.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        # Loads and stores under a condition run for some tiles only, and do not count.
+        # Loads and stores under a condition are excluded, because they run only for some tiles.
         elif name in ("get", "load") and is_shared_memory(eqn.invars[0].aval):
             here.operands += 0 if conditional else _bytes(eqn.outvars[0].aval)
         elif name == "swap" and is_shared_memory(eqn.invars[0].aval):
@@ -139,7 +143,7 @@ def _bytes(aval) -> int:
 
 
 def bodies(eqn) -> list:
-    """The sub-jaxprs of an equation that may touch memory, so without a loop's condition."""
+    """The sub-jaxprs of an equation, without a loop's condition, which cannot access memory."""
     return [eqn.params["body_jaxpr"]] if eqn.primitive.name == "while" else sub_jaxprs(eqn)
 
 

@@ -1,6 +1,6 @@
-"""Other libraries' kernels for the same shapes, compiled ahead of time: their work for a tile.
+"""The work of other libraries' kernels for a tile, compiled ahead of time for the same shapes.
 
-A peer that cannot be imported or compiled is listed with the reason; that is never a failure.
+A peer that cannot be imported or compiled is listed with the reason, and is not a failure.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pallas_kernels.tools.targets import TARGETS
 
 @dataclass(frozen=True)
 class PeerReport:
-    """A peer's kernel, or the problem that kept it from compiling."""
+    """A peer's kernel, or the problem that prevented its compilation."""
 
     target: str
     op: str
@@ -26,13 +26,13 @@ class PeerReport:
 
 
 def of(op: str, spec: str, gpu: GPU) -> Sequence[str]:
-    """The names of the peers of an op with a spec; all are for Hopper."""
+    """The names of the peers of an op with a spec. All peers are for Hopper."""
     hopper = gpu.compute_capability[0] == 9
     return [peer for named, peer in OPS[op].peers if named == spec and hopper]
 
 
 def compile_peer(target: str, op: str, spec: str, peer: str) -> PeerReport:
-    """Compile, in a new process, as `compile_function` requires."""
+    """Compile. This must run in a new process, as `compile_function` requires."""
     try:
         function, arguments = OPS[op].peers[spec, peer](TARGETS[target].gpu)
         compiled = compile_function(
@@ -40,14 +40,15 @@ def compile_peer(target: str, op: str, spec: str, peer: str) -> PeerReport:
         )
         kernel = next(kernel for kernel in compiled.kernels if kernel.prediction)
         return PeerReport(target, op, spec, peer, kernel)
-    except Exception as error:  # No error of a peer is a failure.
+    except Exception as error:  # A peer's error is not a failure.
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return PeerReport(target, op, spec, peer, None, problem)
 
 
 def columns(kernel: Kernel) -> list[str]:
-    """Columns for a loop over tiles: KB in flight and needed, instructions and barriers of a warp
-    that multiplies and of one that fetches, the limiting resource, and the share of its rate."""
+    """Columns for a loop over tiles: KB in flight, needed KB, instructions and barriers of a warp
+    that multiplies and of a warp that fetches, the limiting resource, and the reached share of the
+    resource's rate."""
     loop, found, fetching = kernel.loop, kernel.prediction, kernel.fetching
     assert loop is not None and found is not None
     both = [loop, fetching] if fetching else [loop]
@@ -63,7 +64,10 @@ def columns(kernel: Kernel) -> list[str]:
 
 
 def rows(peers: list[PeerReport], reports: list) -> list[list[str]]:
-    """A table of peers and of our kernels for the same shapes. reports: from compile.py."""
+    """A table of peers and of this library's kernels for the same shapes.
+
+    reports: the results of `compile_one` (compile.py).
+    """
     header = (
         "target kernel registers threads resident KB-a-tile MFLOP-a-tile FLOP-a-byte "
         "KB-through-shared KB-in-flight needed instructions BAR SYNCS waits-for reaches"

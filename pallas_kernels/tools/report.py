@@ -15,9 +15,9 @@ MOST_IDLE, MOST_LONGEST = 0.05, 1.2
 class Call:
     """The predicted time of a whole call.
 
-    seconds: from hopeful to cautious assumptions.
-    bound: 'bandwidth' or 'tensor', whichever limits the call.
-    shares: of the bound's nominal rate that the call reaches, from cautious to hopeful.
+    seconds: seconds of the call, (hopeful, cautious).
+    bound: the resource that limits the call, 'bandwidth' or 'tensor'.
+    shares: the call's share of the bound's nominal rate, (cautious, hopeful).
     """
 
     seconds: tuple[float, float]
@@ -29,13 +29,13 @@ class Call:
 class Report:
     """The result of compiling one op with one spec. Memory is in bytes.
 
-    unsynchronized, hazards: the complaints of synchronization.py and of hazards.py.
+    unsynchronized, hazards: the messages of synchronization.py and of hazards.py.
     launches: the names of the kernels that the op runs on the device.
     donated: bytes that may be written in place.
     aliased: bytes that are written in place.
-    balance: of the op's schedule; None without one.
+    balance: the balance of the op's schedule; None without a schedule.
     call: the predicted call, if exactly one kernel has a loop over tiles.
-    problem: the error because of which there are no other results.
+    problem: the error that prevented all other results.
     """
 
     target: str
@@ -125,7 +125,7 @@ def loops_table(reports: list[Report]) -> str:
         over_tiles = [kernel for kernel in r.kernels if kernel.prediction]
         for kernel in over_tiles:
             rows.append([r.target, r.spec, kernel.launch.name, *peers.columns(kernel)])
-            # The balance is that of the last kernel's schedule.
+            # The balance describes the schedule of the last kernel with a loop over tiles.
             rows[-1] += _schedule_columns(r) if kernel is over_tiles[-1] else ["-"] * 7
     return aligned(rows) if rows[1:] else ""
 

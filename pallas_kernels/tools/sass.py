@@ -1,8 +1,8 @@
 """Reads a kernel's machine code (SASS), as nvdisasm prints it: the instructions for one tile.
 
-A kernel's work is a loop over tiles: the innermost loop that holds tensor-core instructions. A
-kernel with a warpgroup that only fetches has a second one, which holds the copies. As in compilers,
-a loop is a branch back to a block that dominates the branch.
+A kernel's work is a loop over tiles, which is the innermost loop with tensor-core instructions. A
+kernel with a warpgroup that only fetches has a second loop over tiles, with the copies. As in
+compilers, a loop is a branch back to a block that dominates the branch.
 """
 
 import re
@@ -17,9 +17,9 @@ _ENDS = ("EXIT", "RET", "BRX")
 
 @dataclass(frozen=True)
 class Instruction:
-    """opcode: with its modifiers.
-    target: the label that it may branch to.
-    conditional: whether a predicate may disable it.
+    """opcode: the opcode with its modifiers.
+    target: the label to which the instruction may branch.
+    conditional: whether a predicate may disable the instruction.
     """
 
     opcode: str
@@ -35,7 +35,7 @@ class Instruction:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copies global to shared memory, as cp.async and TMA do."""
+        """Whether the instruction copies global to shared memory (cp.async, TMA)."""
         return self.is_one_of("UTMALDG", "UBLKCP", "LDGSTS")
 
     @property
@@ -48,7 +48,7 @@ class Instruction:
 
     @property
     def flops(self) -> int:
-        """Of a warpgroup: HGMMA is an instruction of all four warps, HMMA of one."""
+        """FLOPs of a warpgroup. HGMMA is one instruction of four warps, HMMA of one warp."""
         if found := re.match(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)", self.opcode):
             m, n, k = map(int, found.groups())
             return 2 * m * n * k
@@ -60,12 +60,12 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """One pass through a loop by a warp, on the shortest path that leaves out no product or copy.
-    Instructions that only some tiles need, such as masks, do not count.
+    """One pass through a loop by a warp, on the shortest path with all products and copies. So
+    instructions that only some tiles need, such as masks, are not included.
 
-    block_barriers: instructions at barriers of threads (BAR).
-    transaction_barriers: instructions at barriers of copies (SYNCS, an mbarrier).
-    flops: of a warpgroup.
+    block_barriers: the number of instructions at barriers of threads (BAR).
+    transaction_barriers: the number of instructions at barriers of copies (SYNCS, an mbarrier).
+    flops: FLOPs of a warpgroup.
     """
 
     instructions: int
@@ -88,7 +88,7 @@ def loops(text: str) -> tuple[Loop | None, Loop | None]:
         if not any(header == loop[0] for header, _ in multiplying)
     ]
     return (
-        # Masked tiles may have a loop of their own. The loop without masks is shorter.
+        # Masked tiles may have a separate loop. The loop without masks is shorter.
         min(products, key=lambda loop: (-loop.flops, loop.instructions), default=None),
         min(
             (loop for loop in copies if not loop.products),
@@ -169,7 +169,7 @@ class _Graph:
         return found
 
     def innermost(self, what: Callable[[Instruction], bool]) -> Iterator[tuple[int, set[int]]]:
-        """Loops that hold an instruction of kind `what`, and whose inner loops hold none."""
+        """Loops that contain an instruction of kind `what`, but have no inner loop that does."""
         holding = {
             header: body
             for header, body in self.loops.items()
@@ -182,7 +182,7 @@ class _Graph:
     def pass_through(
         self, header: int, body: set[int], kept: Callable[[Instruction], bool]
     ) -> Loop:
-        inside = set()  # Blocks of inner loops, which repeat a failed wait.
+        inside = set()  # Blocks of inner loops. Such a loop repeats a failed wait.
         for other, blocks in self.loops.items():
             if other in body and other != header:
                 inside |= blocks

@@ -7,8 +7,8 @@ from pallas_kernels.tools.targets import TARGETS
 
 
 def balance_of(op: str, spec: str, target: str) -> Balance | None:
-    """The balance of a call of `op` with the named arguments `spec` on a GPU `target`; None for an
-    op without a schedule."""
+    """The balance of a call of `op` with the named arguments `spec` on a GPU `target`; None if the
+    op has no schedule."""
     gpu, named = TARGETS[target].gpu, OPS[op].specs[spec]
     kernel = OPS[op].kernel_for(gpu.compute_capability)
     if kernel is None or named.balance is None:

@@ -1,32 +1,34 @@
 """A check of a kernel's jaxpr: does the kernel wait for the data that it reads?
 
 The interpreter does not show this. A product may read shared memory before the kernel has waited
-for the copy into it, or before threads' stores to it are committed: the interpreter still computes
-the right numbers and finds no race. So this check follows each thread of a kernel in program order
-and demands that
+for the copy into the memory, or before threads' stores to the memory are committed. The interpreter
+still computes the right numbers and reports no race. So this check follows each thread of a kernel
+in program order and requires that
 
-- a thread waits for a copy, at the copy's barrier, before it touches the shared memory that the
+- a thread waits for a copy, at the copy's barrier, before it accesses the shared memory that the
   copy fills, and again after the thread has handed that memory back;
-- a thread that only fills memory waits at a barrier of the readers before it fills it again;
+- a thread that only fills memory waits at a barrier of the readers before it fills the memory
+  again;
 - shared memory that was written from registers is committed before a wgmma or a TMA copy reads it,
   and before the thread arrives at a barrier;
-- products have ended before the memory that they read is written to or handed back, and copies
-  to global memory before the memory that they read is written to;
+- a product has ended before the memory that it reads is written or handed back;
+- a copy to global memory has ended before the memory that it reads is written;
 - the kernel waits for its copies to global memory before it ends;
 - each barrier at which a thread waits has an arrival.
 
 The check distinguishes buffers and barriers, but not their slots, and does not count waits at a
-barrier. If a reader hands memory back too early, the check finds this only if that reader reads the
-memory once more. The interpreter finds all other cases as races, or hangs.
+barrier. If a reader hands memory back too early, the check reports this only if the same reader
+reads the memory once more. In all other cases the interpreter reports a race, or hangs.
 
-Loops of several threads belong together if they lie equally deep: a loop over items, and in it one
-over their tiles. If a loop fills a buffer, every loop as deep or less deep that reads the buffer
-must wait in each iteration. If the branches of a condition differ, a copy or a write in one branch
-counts, and a wait or a commit counts only if it is in all branches. An exception: a thread that
-fills memory may skip its wait, as for the first tiles.
+Loops of several threads belong together if they are nested equally deep: a loop over items, and
+inside it a loop over the items' tiles. If a loop fills a buffer, every loop that reads the buffer
+and is nested equally or less deep must wait in each iteration. If the branches of a condition
+differ, a copy or a write in one branch is assumed to happen. A wait or a commit is assumed to
+happen only if all branches have it. There is one exception: a thread that fills memory may skip its
+wait, as for the first tiles.
 
-Copies before Hopper (cp.async) have no barriers: a thread waits until only its latest copies are
-under way. Their number depends on the tile, so the check takes each such wait as a wait for the
+Copies before Hopper (cp.async) have no barriers. A thread waits until only its latest copies are in
+flight. Their number depends on the tile. So the check treats each such wait as a wait for the
 buffer that is read next, and a wait for all copies as a wait for all buffers.
 """
 
@@ -38,19 +40,20 @@ from pallas_kernels.tools.kernel_jaxpr import LOOPS, bodies, calls, inner_roots,
 _READS = {"get", "load", "wgmma_ref", "copy_smem_to_gmem"}
 _ASYNCHRONOUS_READS = {"wgmma_ref", "copy_smem_to_gmem"}
 _WRITES = {"swap", "store", "addupdate"}
-_CP_ASYNC = 0  # stands for a barrier, where copies have none
+_CP_ASYNC = 0  # represents the barrier of copies without a barrier
 
 
 @dataclass
 class _State:
-    """Unfinished operations at some point of a thread's program.
+    """Unfinished operations at a point of a thread's program.
 
-    unawaited: buffers that copies fill, with the barriers of these copies.
-    uncommitted: buffers that were written from registers.
-    storing: whether copies to global memory may be under way.
-    stored: the buffers that such copies may still read.
-    multiplying: the buffers that products under way read, the oldest product first.
-    vouched: buffers of cp.async that the latest wait may cover: the one of them that is read first.
+    unawaited: the buffers that copies fill -> the barriers of these copies.
+    uncommitted: the buffers that were written from registers.
+    storing: whether copies to global memory may be in flight.
+    stored: the buffers that copies to global memory may still read.
+    multiplying: the buffers of each running product, the oldest product first.
+    vouched: the buffers of cp.async that the latest wait may cover. It covers only the buffer that
+        is read first.
     """
 
     unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -88,9 +91,11 @@ class _State:
 
 
 def check(jaxpr) -> list[str]:
-    """Where the Mosaic kernels of a traced function do not wait: one complaint each, or none.
+    """The missing waits of a traced function's Mosaic kernels, with one message each.
 
-    jaxpr: the result of `jax.make_jaxpr`. Raises ValueError if it calls no kernel.
+    jaxpr: the result of `jax.make_jaxpr`.
+
+    Raises ValueError if the function calls no kernel.
     """
     kernels = [body for call in calls(jaxpr) for body in sub_jaxprs(call)]
     if not kernels:
@@ -99,7 +104,7 @@ def check(jaxpr) -> list[str]:
 
 
 class _Checker:
-    """handed_back: the buffers that a barrier hands back to the thread that fills them."""
+    """_handed_back: barrier -> the buffers that it hands back to the thread that fills them."""
 
     def __init__(self, jaxpr):
         self.complaints: list[str] = []
@@ -109,13 +114,13 @@ class _Checker:
         self._handed_back: dict[int, set[int]] = {}
         self._collect(jaxpr, {}, 0)
         self._check_fills(jaxpr, {}, None, set(), None)
-        # All buffers that copies fill start as unawaited, because another thread may start copies.
+        # At first all buffers that copies fill are unawaited: another thread may start copies.
         state = self._run(jaxpr, {}, _State(dict(self._filled)), 0)
         if state.storing:
             self.complaints.append("the kernel may end before its copies to global memory")
 
     def _collect(self, jaxpr, roots, depth: int) -> None:
-        """Record which buffers copies fill, how deep in loops, and which barriers have arrivals."""
+        """Record the buffers that copies fill, the copies' loop depths, and all arrivals."""
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "copy_gmem_to_smem":
                 buffer, barrier = _filled_by(eqn, roots)
@@ -201,7 +206,8 @@ class _Checker:
                 (body,) = subs
                 inner = inner_roots(eqn, body, roots)
                 again = {b: f for b, f in self._filled.items() if self._fill_depth[b] > depth}
-                # Two passes, because an iteration begins with the last one's unfinished operations.
+                # Two passes, because an iteration begins with the previous iteration's unfinished
+                # operations.
                 for _ in range(2):
                     start = state.join(_State(again))
                     state = state.join(self._run(body, inner, start, depth + 1))
@@ -211,7 +217,7 @@ class _Checker:
                 for end in ends[1:]:
                     state = state.join(end)
             elif reduces_rows(eqn):
-                # A reduction waits before and after, and nothing else reads its scratch.
+                # A reduction waits before and after it runs, and nothing else reads its scratch.
                 assert not buffers & set(self._filled), f"{eqn} reduces where a copy writes"
             else:
                 assert not buffers, f"{name} touches shared memory, unknown to this check"
@@ -244,7 +250,7 @@ class _Checker:
 
 
 def _filled_by(eqn, roots) -> tuple[int, int]:
-    """The buffer that a copy fills, and the barrier at which it arrives."""
+    """The buffer that a copy fills, and the barrier at which the copy arrives."""
     barrier = roots[eqn.invars[2]] if eqn.params["has_barrier"] else _CP_ASYNC
     return roots[eqn.invars[1]], barrier
 

@@ -10,8 +10,8 @@ from pallas_kernels.backend import GPU
 class Target:
     """A GPU as its data sheet and CUDA describe it; sizes in bytes, rates in bytes/s and GHz.
 
-    tensor_flops: of dense products of 16-bit numbers, per second.
-    tensor_flops_per_clock: of a multiprocessor.
+    tensor_flops: FLOPs per second of dense products of 16-bit numbers.
+    tensor_flops_per_clock: FLOPs of a multiprocessor per clock.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Target:
     l2: int
     clock: float
     fpus_per_multiprocessor: int
-    shared_memory: int  # of a multiprocessor
+    shared_memory: int  # bytes of a multiprocessor
     shared_memory_of_block: int
     tensor_flops: int
     tensor_flops_per_clock: int
