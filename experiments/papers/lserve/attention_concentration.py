@@ -1,4 +1,4 @@
-"""How concentrated a model's attention is: it limits the gain and the loss of page selection.
+"""The concentration of a model's attention, which limits gain and loss of page selection.
 
 python -m experiments.papers.lserve.attention_concentration --model=bundled
 

@@ -10,9 +10,9 @@ must be small and change the final hidden states of answers little: loss = mean 
 
 Without flags the program trains the bundled model's gates on the studies' tasks. With the flag
 file it trains the gates of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, a task
-that no study uses. Contexts must exceed the window, because a context in the window gives equal
-outputs and no gradient. The program also writes gates.json, for `--policy=lserve`, and gates.png.
-The seed determines the run, and the same command resumes a stopped run.
+that no study uses. Contexts must exceed the window, because within the window full and
+streaming heads have equal outputs. The program also writes gates.json, for `--policy=lserve`, and
+gates.png. The seed determines the run, and the same command resumes a stopped run.
 """
 
 import time

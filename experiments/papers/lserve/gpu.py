@@ -131,7 +131,7 @@ class Clock:
             all_dense = ((K,) * len(layout.num_dense[0]),)
             longest = dataclasses.replace(layout, num_dense=all_dense).work(ends, new)
             for name in {"decode", "selection"} & set(seconds):
-                # One multiprocessor reads one head in the time in which all `on` read `on` heads.
+                # One multiprocessor's time for one head equals the time of all for `on` heads.
                 as_many = Cost(longest[name].bytes * on // (K * sequences))
                 of_longest = np.where(as_many.bytes, part_s(as_many), 0.0)
                 seconds[name] = np.maximum(seconds[name], of_longest)
@@ -164,7 +164,7 @@ def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
 
 @functools.cache
 def model_of(name: str) -> ModelConfig:
-    """A model of configs/models, with contexts of LONGEST tokens, as in the paper."""
+    """A model of configs/models. Its longest context is extended as in the paper's models."""
     return checkpoint.load_config(f"configs/models/{name}").replace(
         max_position_embeddings=2 * LONGEST
     )
@@ -209,7 +209,7 @@ def rows(
     flags: SimulatedFlags, model: str, stage: str, systems: Iterable[str],
     contexts: Iterable[int], split: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows for each of FACTORS. split: as in `Clock.of`; the system is then called 'NAME split'."""
+    """Rows for each of FACTORS. split: see `Clock.of`; split systems are named 'NAME split'."""
     for knob, (attention, host) in FACTORS.items():
         for system, context in itertools.product(systems, contexts):
             clock = Clock.of(

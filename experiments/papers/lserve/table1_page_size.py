@@ -2,7 +2,7 @@
 
     python -m experiments.papers.lserve.table1_page_size
 
-The paper's table times QServe's kernel, which reads the block table between products. The kernels
+The paper's table times QServe's kernel, which reads block tables while it multiplies. The kernels
 here copy pages asynchronously, so that small pages cost issue slots only. Times are predicted from
 the kernels compiled for an A100 and an H200, for 64 sequences of 4,096 tokens of Llama-3-8B with 16
 bits. On a GPU times are also measured, with 4 bits and batch 32, as in the table.

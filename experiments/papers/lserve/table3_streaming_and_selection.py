@@ -67,8 +67,8 @@ def points(flags: FrontierFlags) -> dict[str, tuple[float, str]]:
 
 
 def controls(flags: FrontierFlags, gates) -> dict[str, dict[str, Any]]:
-    """Policy options of the controls, by name. With the claim's share and budget
-    they must lose more."""
+    """Policy options of the controls, by name. With the claim's share and budget they must
+    lose more."""
     trained, rng = np.array(gates), np.random.default_rng(flags.seed)
     found: dict[str, dict[str, Any]] = {
         "gates turned around": {"gates": (1 - trained).tolist()},

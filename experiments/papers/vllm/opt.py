@@ -78,7 +78,7 @@ class Case:
     best_of, beam_width: sequences of each request, 1 for basic sampling.
     prefix_tokens: tokens of the prefix that all prompts share; vLLM computes the prefix once.
     block_size: tokens of a block.
-    preemption_mode, admit_after_swap: as in `EngineConfig`.
+    preemption_mode, admit_after_swap: see `EngineConfig`.
     """
 
     server: str
@@ -143,9 +143,9 @@ def setting(server: str, host: str) -> str:
 def requests_of(
     dataset: str, rate: float, duration_s: float, sigma: float, seed: int, prefix_tokens: int = 0
 ) -> list[Request]:
-    """Requests that arrive as a Poisson process at `rate` requests/s, for about `duration_s` seconds.
-    Prompts share their first `prefix_tokens` tokens and differ from the next token on. The same
-    seed gives the same lengths at all rates."""
+    """Requests with Poisson arrivals at `rate` requests/s for about `duration_s` seconds. Prompts
+    share their first `prefix_tokens` tokens and differ from the next token on. The same seed gives
+    the same lengths at all rates."""
     count = max(1, round(rate * duration_s))
     if dataset == "chatbot":
         lengths, _ = synthetic_lengths.draw_chats(count, sigma, CONTEXT, CONTEXT // 2, seed, 1)
@@ -206,7 +206,7 @@ def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -
 
 
 def run(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Row:
-    """Serve a trace to its end. declare: as in `engine_of`."""
+    """Serve a trace to its end. declare: see `engine_of`."""
     engine = engine_of(case, declare)
     requests = requests_of(
         case.dataset, case.rate, case.duration_s, case.sigma, case.seed, case.prefix_tokens
@@ -245,8 +245,8 @@ def hour_s() -> float:
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
-    """The x at which the line through the points first reaches `level`, from below or above; the
-    last x if it never does. xs: ascending."""
+    """The x at which the line through the points first crosses `level`; the last x if the line does
+    not cross it. xs: ascending."""
     for (x0, y0), (x1, y1) in zip(zip(xs, ys), zip(xs[1:], ys[1:])):
         if min(y0, y1) <= level <= max(y0, y1) and y0 != y1:
             return x0 + (level - y0) / (y1 - y0) * (x1 - x0)
