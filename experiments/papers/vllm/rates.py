@@ -39,7 +39,7 @@ class RateFlags(Flags):
     jobs: int = jobs_flag()
 
     def sigma_of(self, dataset: str) -> float:
-        """The calibrated sigma. Raises KeyError for a dataset without one."""
+        """--sigma, or else the calibrated sigma. Raises KeyError for a dataset without one."""
         return self.sigma or opt.calibrated(dataset)
 
 
