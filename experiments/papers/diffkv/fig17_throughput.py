@@ -8,8 +8,8 @@ Throughput is over the whole run. DiffKV's batch is limited as in the authors' c
 QwQ-32B), vLLM's by memory alone.
 
 With 26.8 % of the memory (Table 3) DiffKV's batch can be at most 3.7 times vLLM's in the same
-bytes. The paper's batches, 15.9 and 2.7, differ by 5.9 times. Its systems must have had different memory,
-or sequences of different lengths. No setting here gives both batches.
+bytes. The paper's batches, 15.9 and 2.7, differ by 5.9 times. Its systems must have had different
+memory, or sequences of different lengths. No setting here gives both batches.
 
     atom unfused, kivi unfused
         Each step also writes keys and values in 16 bits and reads them again, as a framework must

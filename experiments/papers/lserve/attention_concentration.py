@@ -1,10 +1,11 @@
-"""How concentrated a model's attention is: it limits the gain and the loss of page selection.
+"""The concentration of a model's attention, which limits gain and loss of page selection.
 
 python -m experiments.papers.lserve.attention_concentration --model=bundled
 
-Measured for each layer and query head, over the query rows that produce a task's answers: how many
-keys hold 90 % of the attention mass, and the mass on the first 4 and on the last 64 tokens. A model
-that needs only its strongest key cannot show whether a page selector is good.
+For each layer and query head, two quantities are measured over the query rows that produce a task's
+answers: the number of keys that hold 90 % of the attention mass, and the mass on the first 4 and on
+the last 64 tokens. If a model needs only its strongest key, its answers cannot show whether a page
+selector is good.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,10 +44,11 @@ class AttentionFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A layer's query head on a task.
+    """A query head of a layer, on a task.
 
-    keys_median, keys_p95: number of keys that hold 90 % of the mass.
-    mass_first, mass_last: on the first 4 and the last 64 tokens, mean over the query rows.
+    keys_median, keys_p95: number of keys that hold 90 % of the mass, median and 95th percentile
+        over the query rows.
+    mass_first, mass_last: mass on the first 4 and the last 64 tokens, mean over the query rows.
     """
 
     task: str
@@ -61,8 +63,8 @@ class Row:
 def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
     """Plain causal attention that writes MEASURES of its last `num_rows` rows to the cache.
 
-    The cache is float32 [L, H, 3, num_rows]. share: of the mass that the first
-    measure's keys must hold.
+    The cache is float32 [L, H, 3, num_rows]. share: share of the mass that the keys of the first
+    measure hold.
     """
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -96,7 +98,7 @@ def _measure(params, config: ModelConfig, tokens_T, num_rows: int, share: float)
 def measured(
     params, config: ModelConfig, tokenizer, prompts, share: float = SHARE
 ) -> list[np.ndarray]:
-    """For each prompt MEASURES [L, H, 3, rows] of all rows that produce a token of its answer."""
+    """MEASURES [L, H, 3, rows] of each prompt, over the rows that produce a token of its answer."""
     found = []
     for prompt in tqdm(prompts, desc=prompts[0].task):
         tokens = tokenizer(prompt.prompt + prompt.answer)["input_ids"]
@@ -135,8 +137,8 @@ def measure(flags: AttentionFlags, _) -> Iterator[Row]:
 
 
 def values(_: AttentionFlags, rows: Sequence[Row]) -> Values:
-    """By task: min, median and max over the heads of keys_median, the share of heads with more than
-    4 keys, and the means of mass_first and mass_last."""
+    """Numbers by task: min, median and max of keys_median over the heads, the share of heads with
+    more than 4 keys, and the means of mass_first and mass_last."""
     numbers: dict[str, float] = {}
     for task in dict.fromkeys(row.task for row in rows):
         mine = [row for row in rows if row.task == task]
@@ -152,7 +154,8 @@ def values(_: AttentionFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: AttentionFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """A map for each task: rows are layers, columns heads, colours and numbers the keys."""
+    """Draws a map of keys_median for each task, with a row for each layer and a column for each
+    head."""
     names = list(dict.fromkeys(row.task for row in rows))
     most = max(row.keys_median for row in rows)
     shape = 1 + max(row.layer for row in rows), 1 + max(row.head for row in rows)

@@ -1,18 +1,18 @@
-"""Which heads of a model must see everything: DuoAttention's gates (LServe §3.3).
+"""Training of DuoAttention's gates, which select a model's retrieval heads (LServe §3.3).
 
-Each KV head's output is mixed, alpha * full + (1 - alpha) * streaming, where a streaming head sees
-the sink and the last pages only. The model's weights are frozen. Only the gates are trained: they
-must be small and change the final hidden states of answers little. loss = mean squared distance +
-0.05 * mean |alpha| (DuoAttention, §2.3). Heads whose gates stay high are the retrieval heads.
+A KV head's output is alpha * full + (1 - alpha) * streaming. A streaming head attends to the sink
+and the last pages only. The model's weights are frozen; only the gates alpha are trained. The gates
+must be small and change the final hidden states of answers little: loss = mean squared distance +
+0.05 * mean |alpha| (DuoAttention, §2.3). Heads with high gates after training are retrieval heads.
 
     python -m experiments.papers.lserve.duo_gates --output_dir=results/duo_gates
     python -m experiments.papers.lserve.duo_gates --flagfile=configs/judge_gates.flags
 
-Without flags this trains the bundled model's gates on the tasks of evaluation. With the flag file
-it trains the gates of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, a task of
-no evaluation. Contexts are long, because short ones fit the window and teach nothing. Also written:
-gates.json, for `--policy=lserve`, and gates.png. The seed determines the run, and the same command
-resumes a stopped run.
+Without flags the program trains the bundled model's gates on the studies' tasks. With the flag
+file it trains the gates of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, a task
+that no study uses. Contexts must exceed the window, because within the window full and
+streaming heads have equal outputs. The program also writes gates.json, for `--policy=lserve`, and
+gates.png. The seed determines the run, and the same command resumes a stopped run.
 """
 
 import time
@@ -41,7 +41,7 @@ from experiments.train.data import TrainingData
 from models import checkpoint, llama
 from models.config import ModelConfig
 
-PENALTY = 0.05  # of the mean gate
+PENALTY = 0.05  # weight of the mean gate in the loss
 # configs/judge_gates.flags
 JUDGE = {
     "model": "judge", "mix": ("passkeys=1",), "steps": 2000, "lengths": (768,), "sink": 64,
@@ -93,7 +93,7 @@ class GateFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """25 steps. loss, moved: means over the steps. seconds: since the start."""
+    """25 steps of training. loss, moved: means over the steps. seconds: seconds since the start."""
 
     step: int
     mean_gate: float
@@ -123,8 +123,10 @@ def _hidden(params, config: ModelConfig, tokens, positions, attend):
 
 
 def loss_fn(gates, params, config: ModelConfig, window: Window, tokens, weights, positions):
-    """The loss of gates [L, K], and its first term: the distance by which answers move. tokens,
-    weights, positions: [B, T + 1], of a `Batch`."""
+    """The loss of gates [L, K], and its first term: the distance of the answers' hidden states.
+
+    tokens, weights, positions: fields [B, T + 1] of a `Batch`.
+    """
     length = tokens.shape[1] - 1
     inputs = tokens[:, :-1], positions[:, :-1]
     wanted = _hidden(params, config, *inputs, batched_attend(config, length))
@@ -155,9 +157,10 @@ def train(
     kept: Path | None = None, asked: dict[str, Any] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[np.ndarray, list[Row]]:  # fmt: skip
-    """Gates [L, K], all 1 at first, and a row for each 25 steps. One sequence a step.
+    """Trained gates [L, K], and a row for each 25 steps. Gates start at 1; a step has one sequence.
 
-    kept: a checkpoint. A stopped run resumes from it if both runs have the same `asked`.
+    kept: path of the checkpoint.
+    asked: settings of the run. A stopped run resumes from a checkpoint with equal settings.
     """
     optimizer = optax.adamw(rate_at(steps, rate), weight_decay=0.0)
     gates = jnp.ones((config.num_layers, config.num_kv_heads))
@@ -202,7 +205,7 @@ def train(
 
 
 def draw_gates(axes: Axes, gates: np.ndarray) -> None:
-    """A map of gates [L, K]."""
+    """Draws a map of gates [L, K]."""
     axes.imshow(gates, vmin=0, vmax=1, cmap="viridis")
     for (layer, head), gate in np.ndenumerate(gates):
         colour = "white" if gate < 0.6 else "black"

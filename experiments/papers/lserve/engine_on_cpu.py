@@ -3,15 +3,15 @@
 
 python -m experiments.papers.lserve.engine_on_cpu
 
-One request at a time on a small random model of Llama-3-8B's head shapes. Prompts are prefilled in
-chunks as usual; then all engines decode in turns from the same context.
+The engines run one request at a time on a small random model with Llama-3-8B's head shapes. Prompts
+are prefilled in chunks; then all engines decode in turns from the same context.
 
     dense    the dense policy
-    static   DuoAttention: half of the KV heads stream, the others read all
-    dynamic  selected pages, no head streams
-    lserve   both
-    quest    flat pages of 16 tokens, selected by each query head at each token; Quest leaves
-             two layers dense, but here both select: the model has no more
+    static   DuoAttention: half of the KV heads stream, the others read all pages
+    dynamic  all heads read selected pages, no head streams
+    lserve   static and dynamic together
+    quest    flat pages of 16 tokens, selected by each query head at each token. Quest leaves the
+             first two layers dense; this model has only two layers, and both select pages
 """
 
 import time
@@ -38,11 +38,11 @@ from paged.simulator import roofline
 from pallas_kernels.specs import Cost, Rates
 
 SYSTEMS = ("dense", "static", "dynamic", "lserve", "quest")
-UNTIMED = 2  # first steps of a turn: another engine's last step may still be running
-STEPS = 8  # timed steps of a turn: two selections with the paper's reuse of 4
+UNTIMED = 2  # first steps of a turn, in which another engine's last step may still be running
+STEPS = 8  # timed steps of a turn; with the paper's reuse of 4 they have two page selections
 
 
-# Llama-3-8B's head shapes, with little else.
+# Llama-3-8B's head shapes in a model that is otherwise small.
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=1024, intermediate_size=2048, num_layers=2, num_heads=32,
     num_kv_heads=8, head_dim=128, max_position_embeddings=2**20,
@@ -71,10 +71,10 @@ class EngineFlags(Flags):
 class Run:
     """An engine at a context.
 
-    prefill_s: from a request to its first token, once.
-    token_ms: of a decode step, host work included; the median over turns.
+    prefill_s: TTFT of one request.
+    token_ms: time of a decode step, host work included, median over turns.
     floor_ms: least time of a decode step, from the weights and the keys and values that heads read.
-    kv_bytes: in use while it decodes.
+    kv_bytes: KV memory in use while the engine decodes.
     """
 
     system: str
@@ -108,8 +108,8 @@ def run(
     names: Sequence[str], contexts: Sequence[int], chunk: int, turns: int, seed: int, rates: Rates,
     model: ModelConfig = MODEL,
 ) -> Iterator[Run]:  # fmt: skip
-    """Runs of all systems at all contexts. contexts: whole chunks, ascending. A short request
-    compiles the programs before."""
+    """Runs of all systems at all contexts. contexts: ascending multiples of `chunk`. A short
+    request compiles the programs first."""
     tokens = answer_tokens(turns)
     found = engines(names, model, max(contexts) + tokens, chunk, seed)
     rng = np.random.default_rng(seed)
@@ -143,8 +143,8 @@ def run(
 
 
 def _token_cost(engine: Engine, context: int) -> Cost:
-    """The cost of a token, mean over a turn. Pages that query heads of a group select count once
-    for each head, even where the heads agree."""
+    """The cost of a token, mean over a turn. A page that several query heads of a group select is
+    read once for each of these heads."""
     config, make_layout = engine.config, policy_of(engine.config.policy).layout
     assert make_layout is not None
     layout = make_layout(config, ShardedModel.split(engine.model))
@@ -167,7 +167,7 @@ def measure(flags: EngineFlags, _) -> Iterator[Run]:
 
 
 def values(_: EngineFlags, rows: Sequence[Run]) -> Values:
-    """Speedups over the dense policy, and LServe's over Quest, by context."""
+    """Speedups over the dense policy, and LServe's speedup over Quest, by context."""
     by = {(row.system, row.context): row for row in rows}
     numbers: dict[str, float | None] = {}
     for (system, context), row in by.items():

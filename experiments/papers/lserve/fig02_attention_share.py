@@ -2,8 +2,8 @@
 
 python -m experiments.papers.lserve.fig02_attention_share
 
-One sequence of Llama-3-8B on an A100: the prefill of its prompt, and one decode step after it.
-Weights have 16, 8 and 4 bits, keys and values 16. A share is of the device's time.
+One sequence of Llama-3-8B on an A100 runs the prefill of its prompt and one decode step. Weights
+have 16, 8 or 4 bits, keys and values 16. A share is attention's time over the device's time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def _shares(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def values(_: ShareFlags, rows: Sequence[Row]) -> Values:
-    """STAGE_share_SYSTEM_LENGTH."""
+    """STAGE_share_SYSTEM_LENGTH: attention's share of the device's time."""
     return gpu.by_knob(_shares, rows, [name for name in PAPER if "dense" in name])
 
 

@@ -1,10 +1,10 @@
-"""How LServe works (LServe Figs. 3 to 5, 7, 8), drawn from its lists, its selection and its engine.
+"""How LServe works (LServe Figs. 3 to 5, 7, 8), drawn from its lists, selection and engine.
 
     python -m experiments.papers.lserve.fig03_mechanisms
 
 Page lists and selections come from the ops. Figs. 5 and 8 observe an engine with a small random
-model: its pages have 4 tokens, and dense heads read three pages, selected every two tokens.
-Notebook 3_sparse_attention shows the same on a model that answers.
+model. Its pages have 4 tokens; dense heads read three pages, selected every two tokens. Notebook
+3_sparse_attention shows these mechanisms on a model that answers questions.
 """
 
 import functools
@@ -29,12 +29,12 @@ from pallas_kernels.block_sparse_attention import streaming_blocks
 from pallas_kernels.page_selection import key_runs, select_pages, write_key_statistics
 
 PAGES, SINK, LOCAL, SELECTED = 12, 1, 2, 4
-PHYSICAL, LOGICAL, CHANNELS = 8, 4, 16  # Fig. 7: tokens of a page, of a logical one
+PHYSICAL, LOGICAL, CHANNELS = 8, 4, 16  # Fig. 7: tokens of a page and of a logical page
 PROMPT, GENERATED = 24, 16
 
 
 def streams() -> np.ndarray:
-    """[query pages, key pages] whether a streaming head reads the page."""
+    """Whether a streaming head reads a page of keys, [query pages, key pages]."""
     found = np.zeros((PAGES, PAGES), bool)
     lists, counts = streaming_blocks(jnp.arange(PAGES), SINK, LOCAL)
     for page, (blocks, count) in enumerate(zip(np.asarray(lists), np.asarray(counts))):
@@ -44,8 +44,11 @@ def streams() -> np.ndarray:
 
 @functools.cache
 def selection() -> tuple[np.ndarray, np.ndarray, int]:
-    """A query over pages of random keys: its scores [pages, logical pages], the selected pages, and
-    the number of statistics that differ from the keys."""
+    """A page selection of one query over random keys.
+
+    Returns the scores [pages, logical pages], the selected pages, and the number of key statistics
+    that are wrong.
+    """
     rng, C = np.random.default_rng(3), PHYSICAL // LOGICAL
     keys = rng.standard_normal((PAGES * PHYSICAL, 1, CHANNELS), np.float32)
     slots = jnp.arange(PAGES * PHYSICAL, dtype=jnp.int32)[:, None]
@@ -98,7 +101,7 @@ def fig03() -> Mechanism:
 
 
 def fig04() -> Mechanism:
-    """One kernel runs lists of whole pages: causal, streaming and selected ones."""
+    """One kernel iterates over lists of whole pages: causal, streaming and selected pages."""
     query, key = np.mgrid[:PAGES, :PAGES]
     causal, chosen = key <= query, np.zeros((1, PAGES), bool)
     chosen[0, [*selection()[1], PAGES - 1]] = True
@@ -132,10 +135,10 @@ def fig04() -> Mechanism:
 class Step:
     """The state after a step.
 
-    tokens: computed.
-    dense, streaming: pages of a dense and of a streaming head.
-    selected_at: position of the query that made the first dense head's last selection.
-    pages: of that selection.
+    tokens: number of computed tokens.
+    dense, streaming: number of pages of a dense head and of a streaming head.
+    selected_at: position of the query of the first dense head's last page selection.
+    pages: pages of this selection.
     """
 
     tokens: int
@@ -147,8 +150,8 @@ class Step:
 
 @functools.cache
 def steps() -> tuple[list[Step], int]:
-    """The steps of an engine with a small random model, and the pages of a streaming head's
-    window."""
+    """The steps of an engine with a small random model, and the number of pages in a streaming
+    head's window."""
     config = PRESETS["lserve"].engine_config(TINY, run_ahead=False)
     params = parameters.init(family(TINY).declare(TINY), jax.random.key(0))
     engine = Engine.from_model(params, TINY, config)

@@ -39,7 +39,7 @@ def label(pages: str, budget: int) -> str:
 
 
 def systems(flags: Any) -> accuracy.Systems:
-    """flags: with contexts and budgets."""
+    """The dense model, flat and hierarchical selection. flags: flags with contexts and budgets."""
     found = {"dense": accuracy.config_of(flags)}
     for budget in flags.budgets:
         for name, (page, logical) in PAGES.items():
@@ -51,7 +51,7 @@ def systems(flags: Any) -> accuracy.Systems:
 
 
 def values(flags: PageFlags, rows: Sequence[Row]) -> Values:
-    """Points of hierarchical selection at 64 over flat selection at 64 and at 16."""
+    """Points of hierarchical pages of 64 over flat pages of 64, and over flat pages of 16."""
     whole, numbers = accuracy.pooled(rows), {}
     for budget in flags.budgets:
         flat16, flat64, hierarchical = (whole[label(name, budget)].difference for name in PAGES)

@@ -48,8 +48,8 @@ class NeedleFlags(AccuracyFlags):
 class Row:
     """A system at one context and depth.
 
-    depth: the part of the prompt in which the record begins, from 0 to DEPTHS - 1.
-    right: percent of the prompts with a right answer; None without a prompt.
+    depth: part of the prompt in which the record begins, from 0 to DEPTHS - 1.
+    right: percent of right answers; None for a cell without a prompt.
     """
 
     system: str
@@ -70,7 +70,7 @@ def systems(flags: NeedleFlags) -> accuracy.Systems:
 
 
 def depths(flags: NeedleFlags, length: int) -> np.ndarray:
-    """[n] where each prompt's record begins, as a share of the prompt."""
+    """The position [n] of each prompt's record, as a share of the prompt."""
     prompts = make_prompts(
         "needle", length, flags.num_prompts, flags.seed, load_tokenizer(flags.model)
     )
@@ -81,7 +81,7 @@ def depths(flags: NeedleFlags, length: int) -> np.ndarray:
 
 
 def measured(make: Callable[[Any], accuracy.Systems]) -> Callable[[Any, Run], Iterator[Row]]:
-    """A study's `measure`."""
+    """The `measure` of a study of the systems that `make` returns."""
 
     def measure(flags: NeedleFlags, run: Run) -> Iterator[Row]:
         for name, found in accuracy.answered(flags, run, make):
@@ -100,8 +100,8 @@ def rows_of(system: str, context: int, depths: np.ndarray, scores: np.ndarray) -
 
 
 def values(_: NeedleFlags, rows: Sequence[Row]) -> Values:
-    """right_SYSTEM: percent of all prompts. cells_asked: cells of context and depth with a
-    prompt."""
+    """right_SYSTEM: percent of right answers over all prompts. cells_asked: number of cells
+    (context and depth) with a prompt."""
     numbers: dict[str, float] = {}
     for name in dict.fromkeys(row.system for row in rows):
         mine = [row for row in rows if row.system == name]
@@ -112,7 +112,7 @@ def values(_: NeedleFlags, rows: Sequence[Row]) -> Values:
 
 
 def table(_: NeedleFlags, rows: Sequence[Row]) -> str:
-    """Percent of right answers, a line a system and depth."""
+    """Percent of right answers, a line for each system and depth."""
     contexts = list(dict.fromkeys(row.context for row in rows))
     lines = [f"{'right %':<34}{'depth from':>11}" + "".join(f"{c:>8}" for c in contexts)]
     cells = {(row.system, row.depth, row.context): row.right for row in rows}

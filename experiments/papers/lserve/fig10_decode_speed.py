@@ -3,12 +3,12 @@ simulated time.
 
 python -m experiments.papers.lserve.fig10_decode_speed
 
-One sequence for each system on an A100. Table 7 times vLLM and LServe on Llama-3-8B; Fig. 16
+Each system decodes one sequence on an A100. Table 7 times vLLM and LServe on Llama-3-8B. Fig. 16
 ablates LServe over its own dense kernels (`qserve`). The decode attention of LServe and QServe is
-parallel over heads only (§2.2), which is slow for one sequence with 8 KV heads; 'split' rows assume
-that heads are split over multiprocessors. Neither assumption gives all of the paper's numbers. With
-split heads the dense kernels would be only 1.5 times slower than LServe, and LServe's step would
-hardly grow with the length, but Table 7's grows. Parallel over heads only, static sparsity gains
+parallel over heads only (§2.2), and is slow for one sequence with 8 KV heads. 'split' rows assume
+that a head is split over multiprocessors. Neither assumption gives all numbers of the paper. With
+split heads the dense kernels are only 1.5 times slower than LServe, and LServe's step hardly grows
+with the length, but Table 7's step grows. With parallelism over heads only, static sparsity gains
 nothing for one sequence, but in Fig. 16 it gains up to 1.7 times.
 """
 
@@ -73,8 +73,9 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def values(_: DecodeFlags, rows: Sequence[Row]) -> Values:
-    """SYSTEM_ms_LENGTH: Table 7. over_SYSTEM_MODEL: LServe's speedup, mean over the lengths.
-    SYSTEM_over_dense_256k, SYSTEM_over_dense_split_256k: Fig. 16."""
+    """SYSTEM_ms_LENGTH: milliseconds of a step (Table 7).
+    over_SYSTEM_MODEL: LServe's speedup, mean over the lengths.
+    SYSTEM_over_dense_256k, SYSTEM_over_dense_split_256k: speedup over dense kernels (Fig. 16)."""
     return gpu.by_knob(_found, rows, HEADLINES)
 
 

@@ -3,10 +3,10 @@ both stages (§4.4, Table 5), in simulated time.
 
 python -m experiments.papers.lserve.fig11_prefill_speed
 
-One prompt in one step on an A100. From 128k on LServe's dense heads attend as in MInference, and
-the choice of their pages takes no time here: at 256k they read 4,096 tokens, and LServe is ten
-times as fast as vLLM, where the paper has at most 2.9. `static` is LServe without sparse prefill in
-dense heads.
+One prompt is prefilled in one step on an A100. From 128k on LServe's dense heads attend as in
+MInference. Their page selection takes no time in this simulation, and at 256k they read only 4,096
+tokens. LServe is therefore ten times as fast as vLLM; the paper measures at most 2.9. `static` is
+LServe without sparse prefill in dense heads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from experiments.study import Setting, Study, Values
 MODELS = ("llama-3-8b", "llama-2-7b")
 SYSTEMS = ("vllm", "qserve", "minference", "duo", "static", "lserve")
 CONTEXTS = tuple(1024 * n for n in (4, 8, 16, 32, 64, 128, 256))
-SPARSE_FROM = 131072  # tokens of a prompt (§4.3)
+SPARSE_FROM = 131072  # least tokens of a prompt that is prefilled sparsely (§4.3)
 QUEST_CONTEXTS = CONTEXTS[:5]
 # Prefill in seconds, decode in milliseconds. At 64k Quest is out of memory.
 TABLE_5 = {
@@ -87,8 +87,8 @@ def values(_: PrefillFlags, rows: Sequence[Row]) -> Values:
 
     prefill_over_SYSTEM_MODEL, most_over_SYSTEM_MODEL: LServe's speedup, mean and largest over the
         lengths.
-    static_over_vllm_MODEL, static_most_over_vllm_MODEL: the same of `static`.
-    STAGE_UNIT_SYSTEM_LENGTH, STAGE_over_quest_LENGTH: Table 5.
+    static_over_vllm_MODEL, static_most_over_vllm_MODEL: the same for `static`.
+    STAGE_UNIT_SYSTEM_LENGTH, STAGE_over_quest_LENGTH: times and speedups of Table 5.
     """
     headlines = [name for name in PAPER if "over_quest" in name or "over_vllm" in name]
     return gpu.by_knob(_found, rows, headlines)

@@ -2,10 +2,10 @@
 
     python -m experiments.papers.lserve.fig12_prefill_kernel
 
-One prompt's attention in a layer with Llama-3-8B's heads; a growing number of KV heads stream.
-Tiles are counted from the kernel's own schedule. r is the sparsity in pages that heads need; keys
-that tiles read beyond these pages are the kernel's loss. Times are predicted for an H200 from the
-share of its tensor cores that the compiled loop reaches, and measured on a GPU with this kernel.
+A layer with Llama-3-8B's heads attends over one prompt. A growing number of KV heads stream. Tiles
+are counted from the kernel's own schedule. r is the share of pages that heads need not read. Tiles
+also read keys outside the needed pages; this is the kernel's loss. Times are predicted for an H200
+from the compiled loop's share of the tensor cores' rate, and measured on a GPU with this kernel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,12 +46,12 @@ class KernelFlags(Flags):
 class Row:
     """A prompt's attention.
 
-    streaming: KV heads that stream.
+    streaming: number of KV heads that stream.
     oracle: 1/(1 - r).
-    tiles: of keys, over all heads.
+    tiles: tiles of keys, over all heads.
     ratio: tiles of a dense layer over `tiles`.
-    least_us, most_us: predicted.
-    us: measured; None without a GPU.
+    least_us, most_us: bounds of the predicted time.
+    us: measured time; None without a GPU.
     """
 
     context: int
@@ -72,15 +72,15 @@ def tiles_of(starts, lengths, tokens: int) -> int:
 
 
 def heads_tiles(context: int) -> tuple[int, int]:
-    """`tiles_of` a dense head and of a streaming head."""
+    """Results of `tiles_of` for a dense head and for a streaming head."""
     starts, lengths = jnp.array([0, context], jnp.int32), jnp.array([context], jnp.int32)
     lists = streaming_lists(starts, lengths, context, PAGE, SINK // PAGE, LOCAL // PAGE)
     return tiles_of(starts, lengths, context), tiles_of(lists.starts, lists.lengths, context)
 
 
 def pages_read(context: int) -> tuple[int, int]:
-    """Pairs of a query page and a key page that a dense head needs, and that a streaming head
-    needs."""
+    """The number of pairs of a query page and a key page that a head needs: a dense head, and a
+    streaming head."""
     pages = np.arange(context // PAGE)
     return int((pages + 1).sum()), int(np.minimum(pages + 1, (SINK + LOCAL) // PAGE + 1).sum())
 
@@ -110,7 +110,8 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """Speedups over 1/(1 - r), the least of the contexts: in tiles, predicted, and measured."""
+    """Speedups in tiles, predicted and measured, each divided by 1/(1 - r); the least over the
+    contexts."""
     numbers: dict[str, float | None] = {}
     dense = {row.context: row for row in rows if not row.streaming}
     for streaming in sorted({row.streaming for row in rows} - {0}):

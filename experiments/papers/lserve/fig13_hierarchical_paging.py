@@ -1,4 +1,4 @@
-"""Hierarchical pages beside small flat ones at the same budget (LServe §5.3.1, Fig. 13).
+"""Hierarchical pages beside small flat pages at the same budget (LServe §5.3.1, Fig. 13).
 
     python -m experiments.papers.lserve.fig13_hierarchical_paging --model=judge
 
@@ -20,7 +20,7 @@ from experiments.papers.lserve.fig09_needle import NeedleFlags, Row
 from experiments.study import Values
 
 DENSE = "dense"
-POINTS = 2.0  # below flat pages of 16
+POINTS = 2.0  # most points below flat pages of 16
 FLAT_16, FLAT_64, HIERARCHICAL = pages.PAGES
 
 
@@ -32,15 +32,15 @@ class PagingFlags(NeedleFlags):
 
 
 def right(rows: Sequence[Row], system: str) -> float | None:
-    """Percent right, of all prompts."""
+    """Percent of right answers over all prompts."""
     mine = [row for row in rows if row.system == system]
     prompts = sum(row.prompts for row in mine)
     return sum(row.prompts * (row.right or 0) for row in mine) / prompts if prompts else None
 
 
 def values(flags: PagingFlags, rows: Sequence[Row]) -> Values:
-    """Percent right of each system; at each budget, points of hierarchical pages over both flat
-    ones."""
+    """Percent of right answers of each system, and points of hierarchical pages over each kind of
+    flat pages at each budget."""
     numbers: dict[str, float | None] = {"right_dense": right(rows, DENSE)}
     for budget in flags.budgets:
         found = {name: right(rows, pages.label(name, budget)) for name in pages.PAGES}

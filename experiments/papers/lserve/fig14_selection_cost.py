@@ -3,8 +3,8 @@ simulated time.
 
 python -m experiments.papers.lserve.fig14_selection_cost
 
-One layer of Llama-3-8B with keys and values of 4 bits; 4,096 tokens are read. Times are of one
-selection, of its share for each of the 4 tokens that use it, and of a token's attention.
+One layer of Llama-3-8B has keys and values of 4 bits and reads 4,096 tokens. Three times are
+compared: one selection, a quarter of it (4 tokens share a selection), and a token's attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,12 @@ class SelectionFlags(SimulatedFlags):
 
 
 def measure(flags: SelectionFlags, _) -> Iterator[Row]:
-    """Rows of one layer. attention_ms: without the selection. ms: with a token's share of the
-    selection. selection_ms: of a whole selection."""
+    """Rows of one layer, in milliseconds.
+
+    attention_ms: a token's attention without selection.
+    ms: a token's attention plus the token's share of a selection.
+    selection_ms: a whole selection.
+    """
     layers = gpu.model_of(MODEL).num_layers
     for split in (False, True):
         for row in gpu.rows(flags, MODEL, DECODE, SYSTEMS, flags.ascending, split):
@@ -58,12 +62,12 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def values(_: SelectionFlags, rows: Sequence[Row]) -> Values:
-    """Numbers by system and length, at the lengths of SHOWN. SYSTEM 'lserve_split': with heads
+    """Numbers by system and length, at the lengths of SHOWN. In SYSTEM_split a head is
     split over multiprocessors.
 
-    selection_ms_*, attention_ms_*: of a selection, and of a token's attention.
+    selection_ms_*, attention_ms_*: milliseconds of a selection, and of a token's attention.
     selection_over_attention_*: a selection over a token's attention.
-    reused_over_attention_*: a token's share of a selection over its attention.
+    reused_over_attention_*: a token's share of a selection over the token's attention.
     """
     headlines = [f"{kind}_over_attention_lserve_128k" for kind in ("selection", "reused")]
     return gpu.by_knob(_found, rows, headlines)

@@ -2,11 +2,11 @@
 
 python -m experiments.papers.lserve.fig15_sparse_attention
 
-A token's attention in one layer of Llama-2-7B, selection included, with keys and values of 4 bits:
-dense heads alone, static sparsity (half of the heads stream), dynamic sparsity (4,096 tokens by
-selected pages), and both. LServe's kernels are parallel over heads only (§2.2): then half of 32
-heads take as long as all, on 108 multiprocessors. 'split' rows assume that heads are split over
-multiprocessors: then static sparsity gains as much as in the paper.
+A token attends in one layer of Llama-2-7B with keys and values of 4 bits. Times include page
+selection. The systems have dense heads alone, static sparsity (half of the heads stream), dynamic
+sparsity (selected pages of 4,096 tokens), and both. LServe's kernels are parallel over heads only
+(§2.2). On 108 multiprocessors half of the 32 heads then take as long as all. 'split' rows assume
+that a head is split over multiprocessors. Static sparsity then gains as much as in the paper.
 """
 
 import itertools
@@ -29,7 +29,7 @@ class LayerFlags(SimulatedFlags):
 
 
 def measure(flags: LayerFlags, _) -> Iterator[Row]:
-    """Attention of one layer. The products are the same for all systems, and are left out."""
+    """Attention of one layer. The products, which are equal in all systems, are excluded."""
     layers = gpu.model_of(MODEL).num_layers
     for split in (False, True):
         for row in gpu.rows(flags, MODEL, DECODE, SYSTEMS, flags.ascending, split):
@@ -48,7 +48,7 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
-    """SYSTEM_speedup_LENGTH, SYSTEM_split_speedup_LENGTH: over dense heads."""
+    """SYSTEM_speedup_LENGTH, SYSTEM_split_speedup_LENGTH: speedup over dense heads."""
     return gpu.by_knob(_found, rows, HEADLINES)
 
 

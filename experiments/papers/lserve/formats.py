@@ -1,14 +1,17 @@
-"""What quantisation costs in accuracy, alone and with sparsity (LServe §3.1, §4.2).
+"""Accuracy lost by quantisation, alone and with sparsity (LServe §3.1, §4.2).
 
 python -m experiments.papers.lserve.formats
 
-The bundled model answers the same prompts with dense heads that read all pages, with keys and
-values of 16, 8 and 4 bits, and with products of 8-bit weights and activations (W8A8). Then with
-sparsity alone: --share of the KV heads streaming, and a --budget of tokens; with quantisation
-alone: W8A8, and keys and values of --with_bits; and with both.
+The bundled model answers the same prompts with all systems. In the first systems dense heads read
+all pages, with keys and values of 16, 8 and 4 bits, and with products of 8-bit weights and
+activations (W8A8). Three more systems have
 
-Claim (§3.1): quantisation of keys and values is orthogonal to sparsity, so the losses of both add
-up and do not multiply.
+    sparsity      --share of the KV heads streaming, and a --budget of tokens
+    quantisation  W8A8, and keys and values of --with_bits
+    both          sparsity and quantisation
+
+Claim (§3.1): quantisation of keys and values is orthogonal to sparsity. The losses of both add up
+and do not multiply.
 """
 
 from collections.abc import Sequence
@@ -58,8 +61,8 @@ def systems(flags: FormatFlags) -> accuracy.Systems:
 
 
 def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
-    """difference_SYSTEM: points to dense. difference_sum: of sparsity alone plus quantisation
-    alone."""
+    """difference_SYSTEM: points over dense. difference_sum: the difference of sparsity plus the
+    difference of quantisation."""
     whole = accuracy.pooled(rows)
     numbers = {
         f"difference_{name.replace(' ', '_')}": row.difference for name, row in whole.items()

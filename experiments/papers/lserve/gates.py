@@ -1,4 +1,4 @@
-"""The gates of a study's --gates, and how all studies of answers differ from the paper."""
+"""The gates of a study's --gates, and the difference of all accuracy studies from the paper."""
 
 from experiments.lib.typed_flags import ModelFlags
 from models import checkpoint
@@ -10,8 +10,8 @@ DIFFERS = "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV
 
 
 def gates_of(flags: ModelFlags, gates: str) -> Gates:
-    """The gates in a file. Raises ValueError for a model or a file that is invalid."""
-    checkpoint.load_config(flags.model)  # Errors of the model come first, apart from the file's.
+    """The gates in a file. Raises ValueError for an invalid model or file."""
+    checkpoint.load_config(flags.model)  # An invalid model raises here, before the file is read.
     if not gates:
         raise ValueError("--gates must name a file, not ''")
     return read_gates(gates, lambda: checkpoint.weights_hash(flags.model))

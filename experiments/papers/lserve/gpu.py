@@ -1,19 +1,19 @@
-"""The systems of LServe's evaluation on simulated GPUs (§4.1): their KV formats, reads, products
-and the seconds of their steps.
+"""The systems of LServe's evaluation on simulated GPUs (§4.1): KV formats, reads, products and step
+times of each.
 
     dense       16 bits
-    w8a8, w4a8  8-bit products, with weights of 8 and of 4 bits; keys and values of 16
-    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. Table 7 grows by 57 ns a token; 16
-                bits would need more than the A100's bandwidth for that
+    w8a8, w4a8  8-bit products, with weights of 8 or 4 bits; keys and values of 16 bits
+    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. Table 7 grows by 57 ns a token; with
+                16 bits this growth would need more than the A100's bandwidth
     qserve      W4A8KV4 in pages of 64 tokens: LServe without sparsity
     minference  16 bits; sparse prefill, dense decode
     duo         DuoAttention: 16 bits, half of the heads stream
-    static, dynamic, lserve
-                qserve with half of the heads streaming, with 4,096 tokens read by selected pages,
-                and with both
+    static      qserve with half of the heads streaming
+    dynamic     qserve with selected pages of 4,096 tokens
+    lserve      qserve with both
     lserve_minference
                 lserve for prompts from 128k on: dense heads attend as in MInference (§4.3)
-    quest       16 bits; flat pages of 16 tokens, selected by each query head at each token; the
+    quest       16 bits; flat pages of 16 tokens, selected by each query head at each token. The
                 first two layers are dense
 """
 
@@ -38,19 +38,19 @@ from paged.simulator.step_cost import Host, StepCost
 from pallas_kernels.specs import Cost
 
 DECODE, PREFILL = "decode", "prefill"
-LONGEST = 2**19  # tokens of a context
-A_STEP_OF_QSERVE = 10.5e-3, 32, 512  # Table 1: seconds, sequences, tokens of each; A100
+LONGEST = 2**19  # most tokens of a context
+A_STEP_OF_QSERVE = 10.5e-3, 32, 512  # Table 1, on an A100: seconds, sequences, tokens of a sequence
 
 
 @dataclass(frozen=True)
 class System:
     """A system.
 
-    options: of the policy lserve.
+    options: options of the policy lserve.
     streams: whether half of the KV heads stream.
     by_heads: see `Clock`.
-    bits: of the products' operands.
-    weight_bits: of weights in memory.
+    bits: bits of the products' operands.
+    weight_bits: bits of a weight in memory.
     """
 
     options: Mapping[str, Any]
@@ -99,9 +99,9 @@ class Clock:
     """Seconds of the steps of one system on one GPU.
 
     by_heads: whether decode attention and selection are parallel over heads and sequences alone
-    ('the computation along the KV token dimension remains sequential', §2.2, §3.1). Then one
-    multiprocessor's share of the bandwidth reads the longest head, however few heads there are.
-    Otherwise a head's tokens are split over all multiprocessors.
+    ('the computation along the KV token dimension remains sequential', §2.2, §3.1). Then the
+    longest head is read at one multiprocessor's share of the bandwidth, even if there are fewer
+    heads than multiprocessors. Otherwise a head's tokens are split over all multiprocessors.
     """
 
     cost: StepCost
@@ -112,15 +112,15 @@ class Clock:
         cls, system: str, model: ModelConfig, gpu: str = "a100-80", attention_knob: float = 1.0,
         host_s: float = 0.0, split: bool = False,
     ) -> "Clock":  # fmt: skip
-        """host_s: host time added to each step. split: whether to split heads over multiprocessors
-        even if the system's `by_heads` is set."""
+        """host_s: host time added to each step, seconds. split: whether a head is split over
+        multiprocessors even if the system's `by_heads` is set."""
         cost = _declared(system, model, gpu)
         costs = dataclasses.replace(cost.costs, attention_knob=attention_knob)
         cost = dataclasses.replace(cost, costs=costs, host=Host(added_s=host_s))
         return cls(cost, SYSTEMS[system].by_heads and not split)
 
     def parts_s(self, context: int, new_tokens: int = 1, sequences: int = 1) -> dict[str, float]:
-        """Seconds of attention in a layer by part, mean over the tokens that share a selection."""
+        """Seconds of attention's parts in a layer, mean over the tokens that share a selection."""
         layout: Layout = self.cost.layout  # type: ignore[assignment]
         ends = np.repeat(context + np.arange(layout.reuse)[:, None], sequences, axis=1)
         new = np.full_like(ends, new_tokens)
@@ -131,7 +131,7 @@ class Clock:
             all_dense = ((K,) * len(layout.num_dense[0]),)
             longest = dataclasses.replace(layout, num_dense=all_dense).work(ends, new)
             for name in {"decode", "selection"} & set(seconds):
-                # One multiprocessor reads a head in the time in which all of them read `on` heads.
+                # One multiprocessor's time for one head equals the time of all for `on` heads.
                 as_many = Cost(longest[name].bytes * on // (K * sequences))
                 of_longest = np.where(as_many.bytes, part_s(as_many), 0.0)
                 seconds[name] = np.maximum(seconds[name], of_longest)
@@ -146,7 +146,7 @@ class Clock:
         return float(self.cost.host.step_s(device_s, sequences, 1))
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds of a whole prompt in one step."""
+        """Seconds of one step that computes a whole prompt."""
         return self.step_s(tokens, tokens)
 
 
@@ -164,7 +164,7 @@ def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
 
 @functools.cache
 def model_of(name: str) -> ModelConfig:
-    """A model of configs/models, extended to LONGEST tokens as the paper's are."""
+    """A model of configs/models. Its longest context is extended as in the paper's models."""
     return checkpoint.load_config(f"configs/models/{name}").replace(
         max_position_embeddings=2 * LONGEST
     )
@@ -172,9 +172,9 @@ def model_of(name: str) -> ModelConfig:
 
 @functools.cache
 def host_s() -> float:
-    """Host seconds added to each step of LServe, QServe and the baselines, all driven from PyTorch:
-    Table 1's step of QServe less the cost model's time for it. None of the predicted figures
-    contains this step."""
+    """Host seconds added to each step: Table 1's step of QServe less the cost model's time for it.
+    LServe, QServe and the baselines all run from PyTorch and get the same host time. No predicted
+    figure contains Table 1's step."""
     measured_s, sequences, tokens = A_STEP_OF_QSERVE
     clock = Clock.of("qserve", model_of("llama-3-8b"))
     return measured_s - clock.step_s(tokens, sequences=sequences)
@@ -188,10 +188,11 @@ def thousands(context: int) -> str:
 class Row:
     """A step of one sequence.
 
-    stage: decode, of its next token; or prefill, of its whole prompt.
-    knob: the constant that is changed, of `knobs.FACTORS`.
-    ms: of the step. attention_ms: of attention in all layers, selection and statistics included.
-    selection_ms: of selection.
+    stage: DECODE for the next token, PREFILL for the whole prompt.
+    knob: the changed constant, a name of `knobs.FACTORS`.
+    ms: time of the step.
+    attention_ms: time of attention in all layers, selection and statistics included.
+    selection_ms: time of page selection in all layers.
     """
 
     model: str
@@ -208,7 +209,7 @@ def rows(
     flags: SimulatedFlags, model: str, stage: str, systems: Iterable[str],
     contexts: Iterable[int], split: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows for each of FACTORS. split: as in `Clock.of`; the system is then called 'NAME split'."""
+    """Rows for each of FACTORS. split: see `Clock.of`; split systems are named 'NAME split'."""
     for knob, (attention, host) in FACTORS.items():
         for system, context in itertools.product(systems, contexts):
             clock = Clock.of(
@@ -228,8 +229,8 @@ def by_knob(
     found: Callable[[Sequence[Row]], Mapping[str, float | None]], rows: Sequence[Row],
     beside: Iterable[str],
 ) -> dict[str, float | None]:  # fmt: skip
-    """`found` of the rows without a knob, and its values named in `beside` for each other knob of
-    FACTORS."""
+    """`found(rows)` with unchanged constants, and for each changed constant of FACTORS the values
+    named in `beside`."""
     values = dict(found([row for row in rows if not row.knob]))
     for knob in filter(None, FACTORS):
         changed = found([row for row in rows if row.knob == knob])
@@ -238,7 +239,7 @@ def by_knob(
 
 
 def draw(figure: Figure, rows: Sequence[Row], by: Sequence[str] = ("model", "stage")) -> None:
-    """Milliseconds over the context, a line for each system."""
+    """Draws milliseconds over the context, a line for each system."""
     mine = [row for row in rows if not row.knob]
     panels = list(dict.fromkeys(tuple(getattr(row, name) for name in by) for row in mine))
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):

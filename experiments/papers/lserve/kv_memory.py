@@ -2,10 +2,13 @@
 
     python -m experiments.papers.lserve.kv_memory
 
-For each format: bytes of a token in a KV head, keys and values together, with scales, zero points
-and statistics of keys; bytes that a sequence of --context tokens holds in all layers while it
-decodes; and these bytes over a dense cache of 16-bit pages. Nothing is run: the policy sizes its
-pools by the same numbers.
+Three numbers are computed for each format:
+
+    bytes of a token in a KV head: keys, values, scales, zero points and key statistics
+    bytes that a sequence of --context tokens holds in all layers while it decodes
+    the sequence's bytes over a dense cache of 16-bit pages
+
+No model runs. The policy computes the sizes of its pools from the same numbers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,12 +41,12 @@ class KVFlags(Flags):
 class Row:
     """A format and a share of streaming heads.
 
-    bits: of an element.
-    share: of the KV heads that stream.
-    dense_token_bytes, streaming_token_bytes: of a token in one KV head, mean over a page; 0 without
-        such heads.
-    sequence_bytes: of a whole sequence.
-    over_16_bits: sequence_bytes over a dense cache of 16 bits.
+    bits: bits of an element of keys and values.
+    share: share of the KV heads that stream.
+    dense_token_bytes, streaming_token_bytes: bytes of a token in a dense and in a streaming KV
+        head, mean over a page; 0 without such heads.
+    sequence_bytes: bytes of a whole sequence.
+    over_16_bits: `sequence_bytes` over a dense cache of 16 bits.
     """
 
     bits: int
@@ -68,7 +71,7 @@ def measure(flags: KVFlags, _) -> Iterator[Row]:
 
 
 def check(flags: KVFlags) -> None:
-    for _ in measure(flags, None):  # It takes no time.
+    for _ in measure(flags, None):  # The loop takes no time.
         pass
 
 

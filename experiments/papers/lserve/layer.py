@@ -19,14 +19,14 @@ def streaming(model: ModelConfig, share: float) -> dict[str, Any]:
 
 
 def lserve(**options: Any) -> dict[str, Any]:
-    """Fields of an EngineConfig: the policy with the options of `LSERVE`, overridden by
+    """Fields of an EngineConfig for the policy lserve. Its options are `LSERVE`, overridden by
     `options`."""
     return {"policy": "lserve", "policy_options": LSERVE | options}
 
 
 def systems(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    """The paper's ablation (Figs. 15, 16): streaming heads alone, selected pages alone, and both.
-    dense: the dense policy."""
+    """The paper's ablation (Figs. 15, 16): the dense policy, streaming heads alone, selected pages
+    alone, and both."""
     half = streaming(model, 0.5)
     return {
         "dense": {"policy": "vllm"},

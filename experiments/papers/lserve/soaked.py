@@ -30,11 +30,11 @@ def named(engine: Any) -> list[Mechanism]:
 
 
 def seen(engine: Any) -> dict[str, int]:
-    """Counts in running sequences.
+    """Counts over running sequences.
 
-    selecting: queries with selected pages.
-    streaming: windows that have left pages behind.
-    sparse_prompts: prompts that are prefilled sparsely.
+    selecting: number of queries with selected pages.
+    streaming: number of windows of streaming heads that have freed pages.
+    sparse_prompts: number of prompts that are prefilled sparsely.
     """
     policy, found = engine.host_policy, {}
     layout = policy.layout

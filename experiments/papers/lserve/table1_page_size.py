@@ -2,10 +2,10 @@
 
     python -m experiments.papers.lserve.table1_page_size
 
-The paper's table times QServe, whose kernel looks pages up while it multiplies. Here copies are
-asynchronous, so small pages cost issue slots only. Without a GPU: times predicted from the kernels
-compiled for an A100 and an H200, for 64 sequences of 4,096 tokens of Llama-3-8B, 16 bits. On a GPU
-also measured times with 4 bits and batch 32, as in the table.
+The paper's table times QServe's kernel, which reads block tables while it multiplies. The kernels
+here copy pages asynchronously, so that small pages cost issue slots only. Times are predicted from
+the kernels compiled for an A100 and an H200, for 64 sequences of 4,096 tokens of Llama-3-8B with 16
+bits. On a GPU times are also measured, with 4 bits and batch 32, as in the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from pallas_kernels.specs import HEADS, Attention
 OP, KERNEL = "paged_attention", "paged_decode"
 SPECS = {16: "llama-3-8b", 32: "llama-3-8b-page32", 64: "llama-3-8b-page64",
          128: "llama-3-8b-page128"}  # fmt: skip
-PAPER = {16: 1.52, 32: 1.25, 64: 1.01, 128: 1.0}  # over the largest page, mean over lengths
+PAPER = {16: 1.52, 32: 1.25, 64: 1.01, 128: 1.0}  # time over the largest page's, mean over lengths
 TARGETS = ("a100", "h200")
 BATCH, BITS = 32, 4
 
@@ -36,9 +36,9 @@ class PageFlags(Flags):
 class Row:
     """A call.
 
-    gpu: of the prediction; empty for a measurement on this machine's GPU.
-    least_us, most_us: predicted.
-    us: measured.
+    gpu: GPU of the prediction; empty for a measurement on this machine's GPU.
+    least_us, most_us: bounds of the predicted time.
+    us: measured time.
     """
 
     gpu: str
@@ -67,8 +67,8 @@ def measure(flags: PageFlags, _) -> Iterator[Row]:
 
 
 def slowdown(rows: Sequence[Row], gpu: str, page: int) -> float | None:
-    """Time over that of the largest page, the most of the contexts. gpu: of the prediction; empty
-    for measured times."""
+    """Time over the largest page's time, the largest over the contexts. gpu: GPU of the prediction;
+    empty for measured times."""
     times = {(row.page_size, row.context): row.most_us if gpu else row.us
              for row in rows if row.gpu == gpu}  # fmt: skip
     found = []

@@ -3,8 +3,8 @@
     python -m experiments.papers.lserve.table3_ruler --model=FOLDER --gates=FILE \\
         --problems=ruler.jsonl --contexts=262144 --match=contains
 
-Problems are grouped by their length, rounded up to a power of two. On small models
-table3_streaming_and_selection stands for this table.
+Problems are grouped by their length, rounded up to a power of two. For small
+models table3_streaming_and_selection replaces this table.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ SCORES = {
     "LServe-4096": (91.0, 85.6, 81.0, 75.7),
     "LServe-8192": (91.8, 86.1, 81.7, 79.1),
 }
-AVERAGES = {"Dense": 83.2, "LServe-4096": 81.4, "LServe-8192": 83.3}  # of six lengths
+AVERAGES = {"Dense": 83.2, "LServe-4096": 81.4, "LServe-8192": 83.3}  # averages over six lengths
 PAPER = {
     system: {f"average_{n}": score for n, score in zip(LENGTHS, scores)}
     | {"average": AVERAGES[system]}

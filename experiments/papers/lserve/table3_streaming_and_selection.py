@@ -1,16 +1,16 @@
-"""What streaming heads and page selection cost in accuracy (LServe §4.2, Tables 2 to 4 in small).
+"""Accuracy lost by streaming heads and page selection (LServe §4.2, Tables 2 to 4 in small).
 
 python -m experiments.papers.lserve.table3_streaming_and_selection
 
-The bundled model answers the same prompts with all heads dense and all pages read, and then with
-each --shares of its KV heads streaming and each --budgets of tokens that dense heads read ('all':
-every page). Answers have several tokens, because the first one comes from the prefill, which never
+The bundled model answers the same prompts, first with all heads dense and all pages read. Then each
+of --shares of its KV heads streams, and dense heads read each of --budgets of tokens ('all': every
+page). Answers have several tokens, because the first one comes from the prefill, which never
 selects pages.
 
-Claims: the paper loses little at 50 % streaming heads and a budget of 4,096 of up to 256k tokens;
-here, at 50 % and a budget of a quarter of the longest context, the lower bound of the difference
-over all prompts is above −2 points. Controls at that point lose more: gates turned around, heads
-drawn at random, pages drawn at random.
+The paper loses little at 50 % streaming heads and a budget of 4,096 of up to 256k tokens. Claims
+here: at 50 % streaming heads and a budget of a quarter of the longest context, the lower bound of
+the difference over all prompts is above −2 points. Controls with the same share and budget lose
+more: gates subtracted from 1, random heads, random pages.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from experiments.study import Values
 from paged.kv_cache.lserve.options import MIN_SELECTED
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
-GOAL = -2.0  # points
+GOAL = -2.0  # least difference to dense, points
 DENSE = "dense"
 
 
@@ -52,7 +52,7 @@ class FrontierFlags(AccuracyFlags):
 
     @property
     def goal(self) -> tuple[float, str]:
-        """Share and budget of the claim."""
+        """Share of streaming heads and budget in the claim."""
         return 0.5, str(max(max(self.contexts) // 4, MIN_SELECTED * PAGE_SIZE))
 
 
@@ -61,13 +61,14 @@ def label(share: float, budget: str) -> str:
 
 
 def points(flags: FrontierFlags) -> dict[str, tuple[float, str]]:
-    """The grid: share and budget of each system."""
+    """The grid: share of streaming heads and budget of each system, by name."""
     grid = [(share, budget) for share in flags.shares for budget in flags.budgets]
     return {label(*point): point for point in grid if point != (0, "all")}
 
 
 def controls(flags: FrontierFlags, gates) -> dict[str, dict[str, Any]]:
-    """Policy options of the controls, by name. At the goal's point they must lose more."""
+    """Policy options of the controls, by name. With the claim's share and budget they must
+    lose more."""
     trained, rng = np.array(gates), np.random.default_rng(flags.seed)
     found: dict[str, dict[str, Any]] = {
         "gates turned around": {"gates": (1 - trained).tolist()},
@@ -95,8 +96,11 @@ def systems(flags: FrontierFlags) -> accuracy.Systems:
 
 
 def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
-    """Differences at the goal's point, and of the controls there. holding_points: points of the
-    grid with a lower bound above GOAL. random_splits_beaten: share of random heads."""
+    """Differences at the claim's share and budget, and of the controls.
+
+    holding_points: number of grid points with a lower bound above GOAL.
+    random_splits_beaten: share of the random heads that lose more than the trained gates.
+    """
     whole, grid = accuracy.pooled(rows), points(flags)
     at = whole.get(label(*flags.goal))
     numbers: dict[str, float | None] = {
@@ -116,7 +120,7 @@ def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Measures over the budget, a line for each share; crosses are controls."""
+    """Draws measures over the budget, a line for each share and a cross for each control."""
     whole = accuracy.pooled(rows)
     lines: dict[str, dict[int, Row]] = {}
     for name, (share, budget) in points(flags).items():

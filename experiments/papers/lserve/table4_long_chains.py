@@ -5,8 +5,8 @@
         --problems=math500.jsonl --match=contains --contexts=32768 --budget=4096
 
 The model computes statement after statement, each from its earlier output. Answers have up to 400
-tokens, so that selection and streaming heads act on generated tokens. --problems takes AIME or
-MATH500, for a model that reasons.
+tokens, so that selection and streaming heads act on generated tokens. For a reasoning model
+--problems accepts AIME or MATH500.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from experiments.study import Values
 
 TASKS = ("cot_long", "cot_32", "cot_40")
 DENSE, LSERVE = "Dense", "LServe"
-GOAL = -2.0  # points
+GOAL = -2.0  # least difference to dense, points
 MODEL = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 
 

@@ -1,5 +1,5 @@
-"""What batching costs the two stages of generation: prefill and decode steps (Punica §2.1, Fig. 1),
-in simulated time.
+"""The effect of batching on the latency of prefill and of decode steps (Punica §2.1, Fig. 1), in
+simulated time.
 
 python -m experiments.papers.punica.fig01_batching_effect
 

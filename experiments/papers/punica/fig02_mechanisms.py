@@ -2,8 +2,8 @@
 
     python -m experiments.papers.punica.fig02_mechanisms
 
-Clusters and engines run in simulated time and make up tokens; SGMV is computed. Notebook
-2_lora_tenants shows the tenants of one batch at length.
+Clusters and engines run in simulated time with made-up tokens; SGMV is computed. Notebook
+2_lora_tenants shows the tenants of one batch in detail.
 """
 
 import functools

@@ -2,9 +2,9 @@
 
     python -m experiments.papers.punica.fig07_sgmv_roofline
 
-One SGMV from rank 16 to a width of 4,096. Arithmetic intensities are counted by the paper's
-formulas; throughputs are predicted from the compiled kernel, and measured where there is a GPU with
-a kernel for it.
+The op is one SGMV from rank 16 to a width of 4,096. Arithmetic intensities follow from the paper's
+formulas. Throughputs are predicted from the compiled kernel, and measured on a GPU with an SGMV
+kernel.
 """
 
 from collections.abc import Sequence

@@ -191,7 +191,7 @@ def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]
     lengths = case.lengths
     adapter_of_token = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths), jnp.int32)
     starts = np.cumsum(lengths) - lengths
-    # Sliced outside the timed loop: in other frameworks such views of the stacks are free.
+    # The slices are outside the timed loop, because other frameworks make such views for free.
     parts = [
         (jnp.int32(start), length, a[i], b[i])
         for i, (start, length) in enumerate(zip(starts, lengths))

@@ -2,9 +2,10 @@
 
     python -m experiments.papers.vllm.fig01_memory_and_throughput
 
-Left: the shares of OPT-13B's weights and of the KV cache in 40 GB. Right: KV memory in use and
-throughput over the batch, as the request rate rises. The existing system is Orca (Max), which
-reserves the longest sequence for each request; vLLM allocates blocks as sequences grow.
+The left panel shows the shares of OPT-13B's weights and of the KV cache in 40 GB. The right panels
+show KV memory in use and throughput over the batch, as the request rate rises. The existing system
+is Orca (Max), which reserves slots for the longest sequence for each request. vLLM allocates blocks
+as sequences grow.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from experiments.study import Run, Setting, Study, Values
 EXISTING = "orca_max"
 RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)  # requests/s of ShareGPT
 MEMORY_GB = 40
-FULL = 0.85  # share of the KV memory
+FULL = 0.85  # least share of the KV memory that the existing system uses
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def measure(flags: MemoryFlags, run: Run) -> Iterator[Changed]:
 
 
 def run_values(points: Sequence[Changed]) -> Values:
-    """At the highest rate: most_batch_SYSTEM, most_tokens_per_s_SYSTEM, kv_used_SYSTEM, and the
-    ratios batch_vllm_over_existing and tokens_per_s_vllm_over_existing."""
+    """Numbers at the highest rate: most_batch_SYSTEM, most_tokens_per_s_SYSTEM, kv_used_SYSTEM, and
+    the ratios batch_vllm_over_existing and tokens_per_s_vllm_over_existing."""
     numbers: dict[str, float | None] = {}
     for policy in (EXISTING, "vllm"):
         last = max((p for p in points if p.policy == policy), key=lambda p: p.rate)
@@ -62,8 +63,11 @@ def run_values(points: Sequence[Changed]) -> Values:
 
 
 def values(flags: MemoryFlags, points: Sequence[Changed]) -> Values:
-    """Also weights_share and kv_share of the GPU's memory; and kv_used_at_batch: the share of KV
-    memory that vLLM uses at the existing system's largest batch."""
+    """`run_values`, also with changed constants, and three shares.
+
+    weights_share, kv_share: shares of weights and of the KV cache in the GPU's memory.
+    kv_used_at_batch: share of KV memory that vLLM uses at the existing system's largest batch.
+    """
     found = knobs.values(points, run_values, holds)
     counted = table1_kv_slots.row_of("13b", SERVERS["13b"])
     paged = sorted((p.batch, p.kv_used) for p in points if p.policy == "vllm" and not p.change)

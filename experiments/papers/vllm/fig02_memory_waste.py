@@ -1,10 +1,9 @@
-"""What the KV memory in use holds, by system (vLLM Fig. 2), in simulated time.
+"""Shares of the KV memory in use, by system (vLLM Fig. 2), in simulated time.
 
     python -m experiments.papers.vllm.fig02_memory_waste
 
-OPT-13B serves ShareGPT's lengths at the rate of Fig. 13, as in the paper's §6.2: under vLLM's
-policy and under each policy of paged/kv_cache/orca.py. Shares are means over the steps, weighted by
-step duration.
+OPT-13B serves ShareGPT's lengths at the rate of Fig. 13 (§6.2), under vLLM's policy and under each
+policy of paged/kv_cache/orca.py. Shares are means over the steps, weighted by step duration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,8 @@ from experiments.papers.vllm.opt import Case
 from experiments.study import Run, Setting, Study, Values, jobs_flag
 from paged.simulator.step_cost import HOSTS
 
-# Percent of memory: token states, reserved, internal fragmentation, external fragmentation and
-# others. Oracle's 25.2 count as reserved here: with known output lengths nothing is internal.
+# Percent of memory: token states, reserved, internal fragmentation, external fragmentation with
+# others. Oracle's 25.2 is in "reserved": with known output lengths there is no internal one.
 PAPER = {
     "orca_max": (20.4, 13.3, 57.3, 8.9),
     "orca_pow2": (26.8, 17.9, 13.6, 41.6),
@@ -90,7 +89,7 @@ def values(_: WasteFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: WasteFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Shares beside the paper's (hatched)."""
+    """Draws the shares beside the paper's shares (hatched)."""
     axes, places = figure.subplots(), np.arange(len(rows))
     ours = [[getattr(row, name) for name in report.MEMORY] for row in rows]
     paper = [np.divide(PAPER[row.policy], 100) for row in rows]

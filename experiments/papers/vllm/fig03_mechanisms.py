@@ -2,10 +2,10 @@
 
     python -m experiments.papers.vllm.fig03_mechanisms
 
-The examples are the paper's: its prompts, a token for each word, in blocks of 4 tokens. The
-engine's scheduler, its block manager and Orca's reserving allocators run. Output tokens are made
-up; Fig. 5 alone computes attention, through a block table. memory_map shows a longer run step by
-step, and notebook 1_paged_attention explains it.
+The examples are the paper's prompts with a token for each word, in blocks of 4 tokens. The engine's
+scheduler, its block manager and Orca's reserving allocators run. Output tokens are made up. Only
+Fig. 5 computes attention, through a block table. memory_map shows a longer run step by step;
+notebook 1_paged_attention explains that run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ def shots_of(
 
 
 def table(shot: Snapshot, request: str, sequence: int = 0) -> list[tuple[int, int]]:
-    """(physical block, filled slots) of each logical block of a sequence, in order."""
+    """A sequence's block table: (physical block, filled slots) of each logical block."""
     mine = [
         (owner.logical, block, owner.filled)
         for block, owners in shot.device.items()
@@ -84,8 +84,8 @@ def sequences(shot: Snapshot) -> list[tuple[str, int]]:
 
 def draw_tables(axes: Axes, shot: Snapshot, title: str, colour: Mapping[tuple, str]) -> None:
     """Draws the logical blocks of each sequence above, the physical blocks below, and a line for
-    each block table entry. The filled part of a block is coloured; a number is a reference count
-    above one."""
+    each block table entry. The filled part of a block is coloured. Reference counts above one are
+    printed."""
     rows = sequences(shot)
     blocks = min(len(shot.refcounts) - 1, max(shot.device) + 2)
     for block in range(1, blocks + 1):
@@ -125,7 +125,8 @@ def tables_of(figure: FigureBase, shots: Mapping[str, Snapshot]) -> None:
 
 
 def fig03() -> Mechanism:
-    """Orca (Max) reserves 2,048 slots for A: 7 prompt tokens and the first of 3 outputs use 8."""
+    """Orca (Max) reserves 2,048 slots for A. Seven prompt tokens and the first of three output
+    tokens fill 8 slots."""
     fields = {"policy": "orca_max", "max_model_len": 2048, "kv_cache_tokens": 8192, "page_size": 1}
     alone, both = engine_of(**fields), engine_of(**fields)
     alone.generate([ids(A)], [sampling(3)])
@@ -236,7 +237,8 @@ def fig05() -> Mechanism:
 
 
 def fig06() -> Mechanism:
-    """A's prompt and two tokens: a new block only when the last one is full."""
+    """A's prompt and two generated tokens. A new block is allocated only when the last block is
+    full."""
     shots = shots_of({"A": (A, sampling())})
     filled = [[count for _, count in table(shot, "A")] for shot in shots[:3]]
     titles = ("the prompt, 7 tokens", f"'{A_GOES_ON[0]}' fills a block", "and the next needs one")
@@ -251,7 +253,7 @@ def fig06() -> Mechanism:
 
 
 def fig07() -> Mechanism:
-    """Two running requests: their blocks are scattered in one memory, and none is shared."""
+    """Two running requests. Their blocks are scattered in one memory, and no block is shared."""
     shots = shots_of({"A": (A, sampling()), "B": (B, sampling())})
     together = next(s for s in shots if len(sequences(s)) == 2 and len(table(s, "A")) > 2)
     blocks = [block for name in "AB" for block, _ in table(together, name)]
@@ -286,8 +288,8 @@ def fig08() -> Mechanism:
 
 
 def fig09() -> Mechanism:
-    """A beam search of width four: blocks that candidates share are stored once, and blocks of
-    dropped candidates are freed."""
+    """A beam search of width four. Blocks that candidates share are stored once; blocks of dropped
+    candidates are freed."""
     how = sampling(8, n=4, beam_width=4)
     shots = shots_of({"A": (A, how)}, kv_cache_tokens=20 * BLOCK)
     last = shots[-1]
@@ -309,7 +311,7 @@ def fig09() -> Mechanism:
 
 
 def fig10() -> Mechanism:
-    """Two prompts that begin with the same examples: B does not recompute the prefix's blocks."""
+    """Two prompts begin with the same examples. B does not recompute the prefix's blocks."""
     requests = {name: (PREFIX + words, sampling()) for name, words in TASKS.items()}
     shots = shots_of(requests, interval=2, prefix_caching=True)
     both = next(shot for shot in shots if len(sequences(shot)) == 2)

@@ -4,7 +4,7 @@
 
 The paper prints the means and plots the distributions. Lengths here are drawn from log-normals with
 these means, clipped to the model's context. Their one free parameter, sigma, comes from the
-committed result of fig13_batched_requests, which calibrates it on the batch of Orca (Oracle) alone.
+committed result of fig13_batched_requests, which calibrates sigma on Orca (Oracle)'s batch alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
 
 SIDES = ("input", "output")
 COLOURS = {"input": "#2f6b9a", "output": "#c8553d"}
-LONGEST_DRAWN = {"sharegpt": 2048, "alpaca": 400}  # as in the paper's figure
+LONGEST_DRAWN = {"sharegpt": 2048, "alpaca": 400}  # longest on the axis, as in the paper
 TOLERANCE = 0.05
 
 
@@ -38,7 +38,7 @@ class LengthFlags(Flags):
 class Row:
     """Lengths of a dataset's prompts or outputs, in tokens.
 
-    side: input or output.
+    side: "input" for prompts, "output" for outputs.
     p25, median, p75, p99: percentiles over the requests.
     """
 
@@ -58,7 +58,7 @@ def sigma_of(flags: LengthFlags, dataset: str) -> float:
 
 
 def lengths_of(flags: LengthFlags, dataset: str) -> np.ndarray:
-    """[requests, 2] tokens of the prompt and of the output."""
+    """Tokens of each request's prompt and output, [requests, 2]."""
     pairs, _ = synthetic_lengths.draw(
         flags.requests, dataset, sigma_of(flags, dataset), opt.CONTEXT, flags.seed
     )

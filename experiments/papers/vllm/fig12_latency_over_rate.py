@@ -3,16 +3,17 @@
     python -m experiments.papers.vllm.fig12_latency_over_rate --panels=a,d
 
 Six panels: OPT-13B, 66B and 175B under the lengths of ShareGPT (a, b, c) and Alpaca (d, e, f). The
-sigma of the lengths is the one that `fig13_batched_requests` calibrated on Orca (Oracle) at one
-rate for OPT-13B; no other parameter is fitted. For each system the request rate rises until the
-latency exceeds --latency_s; bisection then narrows down the sustained rate.
+sigma of the lengths was calibrated by `fig13_batched_requests` on Orca (Oracle), for OPT-13B at one
+rate; no other parameter is fitted. For each system the request rate rises until the latency exceeds
+--latency_s. Bisection then narrows down the sustained rate.
 
-Five minutes of arrivals are too few for FasterTransformer with OPT-175B: at its low rates three
-dozen requests arrive, and their lengths decide the sustained rate. vLLM's rate is 24 times as high
-over five minutes (2.87 and 0.12 requests/s) and 12 times over fifteen (2.07 and 0.17).
+Five minutes of arrivals are too short for FasterTransformer with OPT-175B. At its low rates only
+three dozen requests arrive, and their lengths decide the sustained rate. vLLM's rate is 24 times as
+high with five minutes of arrivals (2.87 and 0.12 requests/s), and 12 times with fifteen minutes
+(2.07 and 0.17).
 
 --knobs also computes the rates of vLLM and Orca (Oracle) in panel a with the assumed times of
-attention and of the host at ±20 %: how far the result depends on these assumptions.
+attention and of the host at ±20 %. The changes show how far the result depends on the assumptions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ PANELS = {
     "a": ("13b", "sharegpt"), "b": ("66b", "sharegpt"), "c": ("175b", "sharegpt"),
     "d": ("13b", "alpaca"), "e": ("66b", "alpaca"), "f": ("175b", "alpaca"),
 }  # fmt: skip
-# vLLM's rate over each other system's (§6.2); 'up to 22' times FasterTransformer's in all panels.
+# vLLM's rate over each other system's (§6.2). FasterTransformer: 'up to 22' in all panels.
 PAPER = {"orca_oracle": (1.7, 2.7), "orca_max": (2.7, 8.0), "fastertransformer": (1.0, 22.0)}
 CLAIMS = {
     f"{panel}_vllm_over_{system}": bounds
@@ -36,9 +37,9 @@ CLAIMS = {
     for system, bounds in PAPER.items()
     if dataset == "sharegpt" or system == "fastertransformer"
 }
-LONGEST_S = {"13b": 3600.0, "66b": 3600.0, "175b": 900.0}  # the paper's traces, seconds
+LONGEST_S = {"13b": 3600.0, "66b": 3600.0, "175b": 900.0}  # duration of the paper's traces, seconds
 VARIED = ("a",)
-LEAST_RATE = {"sharegpt": 0.1, "alpaca": 1.0}  # requests/s at which FasterTransformer begins
+LEAST_RATE = {"sharegpt": 0.1, "alpaca": 1.0}  # first rate of FasterTransformer's sweep, requests/s
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def measure(flags: LatencyFlags, run: Run) -> Iterator[Point]:
 
 
 def holds(found: Mapping[str, float]) -> bool:
-    """Raises KeyError for panels that are missing."""
+    """Whether all ratios are in the ranges of CLAIMS. Raises KeyError for missing panels."""
     ratios = {name: found[name] for name in CLAIMS}
     return all(low <= ratios[name] <= high for name, (low, high) in CLAIMS.items())
 

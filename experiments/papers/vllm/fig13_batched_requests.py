@@ -1,4 +1,4 @@
-"""How many requests run at once, at the paper's rates (vLLM Fig. 13), in simulated time.
+"""The number of requests that run at once, at the paper's rates (vLLM Fig. 13), in simulated time.
 
     python -m experiments.papers.vllm.fig13_batched_requests --datasets=sharegpt --causes
 
@@ -6,9 +6,9 @@ Only the mean lengths of ShareGPT and Alpaca are published. Without --sigma, the
 of their log-normal is calibrated so that Orca (Oracle) has the paper's batch; the other systems'
 batches are predictions.
 
---causes also runs vLLM at the same sigma with one change at a time: no host time, the time of the
-host or of attention at ±20 %, a sixth of the trace, and a rate at which requests always wait. Both
-the wait for memory and the time of a step decide the batch.
+--causes also runs vLLM at the same sigma with one change at a time. The changes are no host time,
+the time of the host or of attention at ±20 %, a sixth of the trace, and a rate at which requests
+always wait. The batch depends on the wait for memory and on the time of a step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,20 +50,21 @@ class BatchFlags(Flags):
 
 @dataclass(frozen=True)
 class Batch(Row):
-    """A run. change: empty for the figure's own runs; otherwise CALIBRATION or a name of
-    `causes`."""
+    """A run. change: CALIBRATION, or the changed constant (a name of `causes`); empty for the
+    figure's own runs."""
 
     change: str = ""
 
 
 def calibrate(rows: Sequence[Row], dataset: str) -> float:
-    """The sigma at which Orca (Oracle) has the paper's batch. rows: Oracle's, sigma ascending."""
+    """The sigma at which Orca (Oracle) has the paper's batch. rows: Oracle's runs, by ascending
+    sigma."""
     wanted = PAPER[dataset][ORACLE]
     return opt.crossing([row.sigma for row in rows], [row.batch for row in rows], wanted)
 
 
 def causes(case: Case) -> dict[str, Case]:
-    """`case` with one change each, by the change's name."""
+    """Copies of `case` with one change each, by the change's name."""
     return {
         "no host time": replace(case, host="none"),
         **knobs.varied(case),
@@ -129,8 +130,8 @@ def most_off(found: Mapping[str, float]) -> float:
 
 
 def table(_: BatchFlags, rows: Sequence[Batch]) -> str:
-    """Each run's batch beside the paper's, its mean decode step and its preemptions; then vLLM's
-    runs with one change each."""
+    """Each run's batch beside the paper's batch, with the mean decode step and the preemptions. The
+    last lines are vLLM's runs with one change each."""
     lines = [f"{'requests that run':32}{'here':>8}{'paper':>8}{'step, ms':>10}{'preempted':>11}"]
     for row in rows:
         if row.change == CALIBRATION:

@@ -4,8 +4,8 @@
 
 OPT-13B under Alpaca's lengths, with 2, 4 and 6 sequences a request. The parents of beams are
 replayed from beam searches of the bundled model, recorded by `fig15_sharing_savings`. Orca shares
-no blocks: it reserves memory for each sequence, and its beams run as parallel samples. The KV
-copies between beams that Orca would need take no time here.
+no blocks. It reserves memory for each sequence, and its beams run as parallel samples. Orca's KV
+copies between beams take no time in this simulation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ def measure(flags: SharingFlags, run: Run) -> Iterator[Point]:
 
 
 def values(flags: SharingFlags, points: Sequence[Point]) -> Values:
-    """`rates.values`, and PANEL_saving: vLLM's, in the run nearest to its sustained rate."""
+    """`rates.values`, and PANEL_saving: vLLM's saving in the run nearest to its sustained rate."""
     found = rates.values(flags, points, holds)
     savings: dict[str, float | None] = {}
     for name in rates.names(points):

@@ -1,21 +1,21 @@
-"""How much KV memory parallel sampling and beam search save by sharing blocks (vLLM §6.3, Fig. 15).
+"""KV memory that parallel sampling and beam search save by sharing blocks (vLLM §6.3, Fig. 15).
 
     python -m experiments.papers.vllm.fig15_sharing_savings
 
-Serves requests with the lengths of Alpaca and ShareGPT, as parallel sampling and as beam search of
-several sizes. The lengths are synthetic, with the published means, and the texts are made-up
-stories. The saving of a step is defined as in the paper: the blocks that sharing saves, divided by
-the blocks that there would be without sharing. The saving of a case is the mean over its steps.
+The program serves requests with the lengths of Alpaca and ShareGPT, by parallel sampling and by
+beam search of several sizes. The lengths are synthetic, with the published means; the texts are
+made-up stories. As in the paper, the saving of a step is the number of blocks saved by sharing over
+the number of blocks without sharing. The saving of a case is the mean over its steps.
 
 --length_scale below 1 shortens all lengths for a quick run. Scale --page_size by the same factor,
-or too few prompts fill a block. Also written: genealogies.jsonl, the family tree of each beam
-search:
+or too few prompts fill a block. The program also writes genealogies.jsonl, with a line for each
+beam search:
 
     {"dataset", "width", "request_id", "prompt_tokens", "parents": "00 00 10 …"}
 
-parents: a word for each step, beginning with the step that ends the prompt. A word has a digit (of
-base 36) for each live beam, best first: the place of its parent among the beams before the step.
-Before the first step there is one beam.
+"parents" has a word for each step, beginning with the step that ends the prompt. A word has a digit
+(of base 36) for each live beam, in descending order of scores. The digit is the index of the beam's
+parent among the beams before the step. Before the first step there is one beam.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,7 +54,7 @@ TITLES = {"parallel": "parallel sampling", "beam": "beam search"}
 LABELS = {"parallel": "output sequences", "beam": "beam width"}
 GENEALOGIES = "genealogies.jsonl"
 ENGINE = help_of(EngineConfig)
-MAX_CHARACTERS = 16  # More than any token of the stories has.
+MAX_CHARACTERS = 16  # no token of the stories has more characters
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SharingFlags(ModelFlags):
 class Row:
     """One case: a dataset, a method and a number of sequences.
 
-    saving: the mean saving over the steps, a fraction.
+    saving: mean saving over the steps, a fraction.
     """
 
     dataset: str
@@ -109,10 +109,11 @@ def make_requests(
 ) -> tuple[list[Request], dict[str, Any]]:
     """Requests with stories as prompts, and notes on their lengths.
 
-    Lengths are the dataset's times `scale`, at most `limit` tokens of prompt and output together.
+    Lengths are the dataset's lengths times `scale`. Prompt and output have at most `limit` tokens
+    together.
     Raises ValueError for a limit below 2 / scale + 2.
     """
-    longest = min(PAPER_CONTEXT, int((limit - 2) / scale))  # Both lengths may be rounded up.
+    longest = min(PAPER_CONTEXT, int((limit - 2) / scale))  # both lengths may be rounded up
     if longest < 2:
         raise ValueError(
             f"--kv_cache_tokens and --max_model_len leave {limit} tokens for each sequence of a "
@@ -137,7 +138,7 @@ def how_to_sample(method: str, sequences: int) -> SamplingParams:
 def mean_saving(steps: Iterable[StepRecord], capacity: int) -> float:
     """Mean saving over the steps with blocks in use.
 
-    capacity: in tokens. A block counts with all its slots, as in `Usage`.
+    capacity: slots of the KV cache, in tokens. All slots of a used block are in use, as in `Usage`.
     """
     pairs = [(step.kv_shared, capacity - step.kv_free) for step in steps]
     shared, used = np.array([pair for pair in pairs if pair[1]], np.float64).T
@@ -148,7 +149,7 @@ def run_case(
     engine: Engine, dataset: str, method: str, sequences: int, requests: Sequence[Request],
     seed: int,
 ) -> tuple[Row, list[dict[str, Any]]]:  # fmt: skip
-    """Serve the requests. Returns the savings, and the genealogies of beam searches."""
+    """Serve the requests. Returns the case's row, and the genealogies of its beam searches."""
     engine.metrics.clear()
     config = engine.config
     serve.run(engine, requests, how_to_sample(method, sequences), seed, progress=False)
@@ -208,8 +209,8 @@ def measure(flags: SharingFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: SharingFlags, rows: Sequence[Row]) -> Values:
-    """METHODn_saving: of n sequences with Alpaca's lengths. METHODn_saving_sharegpt: with
-    ShareGPT's."""
+    """METHODn_saving: saving of n sequences with Alpaca's lengths. METHODn_saving_sharegpt: the
+    same with ShareGPT's lengths."""
     numbers = {}
     for row in rows:
         suffix = "" if row.dataset == "alpaca" else f"_{row.dataset}"
@@ -218,7 +219,7 @@ def values(_: SharingFlags, rows: Sequence[Row]) -> Values:
 
 
 def _draw_case(axes: Axes, rows: Sequence[Row]) -> None:
-    """Bars of one dataset and method beside the paper's (Fig. 15), in per cent."""
+    """Draws savings of one dataset and method beside the paper's (Fig. 15), in per cent."""
     dataset, method = rows[0].dataset, rows[0].method
     of_size = PAPER.get((dataset, method), {})
     places, aside = np.arange(len(rows)), 0.2 if of_size else 0.0

@@ -2,11 +2,11 @@
 
     python -m experiments.papers.vllm.fig17_chatbot
 
-OPT-13B answers the ends of conversations with ShareGPT's lengths: a prompt is the last 1,024 tokens
-of history and query, and an answer has at most 1,024. Orca's buddy allocator then reserves chunks
-of one size for nearly all requests, however Orca predicts lengths. The number of rounds in a
-conversation is our choice (`synthetic_lengths`); the paper says that most prompts reach 1,024
-tokens.
+OPT-13B answers the ends of conversations with ShareGPT's lengths. A prompt is the last 1,024 tokens
+of history and query; an answer has at most 1,024 tokens. Orca's buddy allocator then reserves
+chunks of one size for nearly all requests, whether the output length is known or not.
+The number of rounds in a conversation is our choice (`synthetic_lengths`); the paper says that most
+prompts reach 1,024 tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class ChatFlags(RateFlags):
 
 
 def cases_of(flags: ChatFlags) -> list[Case]:
-    """One for each system."""
+    """The cases, one for each system."""
     return [
         Case(
             "13b", "chatbot", policy, 0.25, flags.sigma_of("sharegpt"), flags.duration_s,

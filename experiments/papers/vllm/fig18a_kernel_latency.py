@@ -2,11 +2,11 @@
 
     python -m experiments.papers.vllm.fig18a_kernel_latency
 
-OPT-13B's heads, batches of 8 and 32 sequences of 64 to 256 tokens in blocks of 16. On a GPU this
-times the kernel, and XLA's attention over contiguous keys and values in place of FasterTransformer.
-Without a GPU it prints times predicted from the kernel compiled for an A100 (`kernels`): from its
-launches and bytes, block tables included. The cost of paging is read from the same compile tables:
-the predicted times with blocks of 16 and of 128 tokens.
+The kernel attends with OPT-13B's heads over batches of 8 and 32 sequences of 64 to 256 tokens in
+blocks of 16. On a GPU the program times the kernel, and XLA's attention over contiguous keys and
+values in place of FasterTransformer's. Without a GPU it predicts times from the launches and bytes
+(block tables included) of the kernel compiled for an A100 (`kernels`). The cost of paging is the
+difference between the predicted times with blocks of 16 and of 128 tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from pallas_kernels.specs import HEADS, Attention
 
 MODEL, TARGET = "opt-13b", "a100"
 OP, KERNEL = "paged_attention", "paged_decode"
-BLOCKS = {16: "llama-3-8b", 128: "llama-3-8b-page128"}  # differ only in the block size
+BLOCKS = {16: "llama-3-8b", 128: "llama-3-8b-page128"}  # the specs differ only in the block size
 PAPER_PERCENT = 20.0, 26.0
 
 
@@ -39,9 +39,10 @@ class KernelFlags(Flags):
 class Row:
     """A call.
 
-    bytes, table_bytes: moved in all, and of the block tables.
-    least_us, most_us: predicted.
-    paged_us, contiguous_us: measured; None without a GPU.
+    bytes: bytes moved, block tables included.
+    table_bytes: bytes of the block tables.
+    least_us, most_us: bounds of the predicted time.
+    paged_us, contiguous_us: measured times; None without a GPU.
     """
 
     batch: int
@@ -84,8 +85,12 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """predicted_*: percent of bytes that are block tables; percent of time that small blocks add;
-    times of a call. percent_*: measured time above contiguous attention."""
+    """Predicted and measured numbers.
+
+    predicted_percent_of_tables: share of the block tables in the bytes moved.
+    predicted_percent_blocks_of_16_over_128: time that small blocks add.
+    predicted_*_us_*: times of a call. percent_*: measured time above contiguous attention.
+    """
     small, large = (kernels.compiled(TARGET, OP, name, KERNEL).us for name in BLOCKS.values())
     assert small and large
     numbers: dict[str, float | None] = {

@@ -2,12 +2,12 @@
 
     python -m experiments.papers.vllm.fig18b_block_size
 
-OPT-13B at the rates of Fig. 13, with blocks of 1 to 256 tokens. Two effects oppose each other.
-Large blocks are partly empty, which wastes memory and the bytes that attention reads. Small blocks
-leave the kernel waiting: a warp of vLLM's kernel reads its blocks one after the other, 32 tokens at
-a time, and each read costs the latency of two dependent accesses, to the block's number and to its
-content (`Warps`). That latency is assumed; --latency_knob multiplies it. The host's work for each
-block is not counted.
+OPT-13B runs at the rates of Fig. 13, with blocks of 1 to 256 tokens. Two effects oppose each other.
+Large blocks are partly empty, which wastes memory and bandwidth. Small blocks make the kernel bound
+by latency. A warp of vLLM's kernel reads its blocks one after the other, 32 tokens at a time. Each
+read costs the latency of two dependent accesses, to the block's number and to its content
+(`Warps`). This latency is assumed; --latency_knob multiplies it. The host's work for each block is
+not simulated.
 """
 
 import functools
@@ -31,19 +31,19 @@ from paged.simulator.step_cost import StepCost
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BEST = {"sharegpt": (16, 32, 64, 128), "alpaca": (16, 32)}
 WORSE = {"sharegpt": (1, 256), "alpaca": (1, 128, 256)}
-NEAR = 1.1  # times the lowest latency: among the best
+NEAR = 1.1  # block sizes up to 1.1 times the lowest latency are among the best
 
 
 @dataclass(frozen=True)
 class Warps:
-    """The latency bound of vLLM's decode kernel, beside its bandwidth: each head of a sequence has
-    a thread block, and the warps of the thread block divide the sequence's KV blocks.
+    """The latency bound of vLLM's decode kernel. Each head of a sequence has a thread block. The
+    warps of the thread block divide the sequence's KV blocks.
 
-    access_s: latency of the GPU's memory under load.
-    warps: of a thread block.
+    access_s: latency of the GPU's memory under load, seconds.
+    warps: warps of a thread block.
     resident: thread blocks on a multiprocessor of 2,048 threads.
-    tokens_at_once: read by a warp.
-    reads: dependent accesses: a block's number and content, for keys and for values.
+    tokens_at_once: tokens that a warp reads at once.
+    reads: dependent accesses (a block's number, then its content) for keys and for values.
     """
 
     access_s: float = 0.5e-6
@@ -53,7 +53,7 @@ class Warps:
     reads: int = 4
 
     def head_s(self, contexts: np.ndarray, block_size: int) -> np.ndarray:
-        """Seconds of one head of each sequence, 0 for sequences without tokens."""
+        """Seconds in which a thread block reads one head, for each sequence; 0 without tokens."""
         blocks = -(-contexts // block_size)
         rounds = -(-blocks // self.warps) * -(-block_size // self.tokens_at_once)
         return self.reads * self.access_s * rounds
@@ -67,7 +67,8 @@ class BlockCost(StepCost):
     warps: Warps = Warps()
 
     def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
-        """Decode tokens read whole blocks, and take at least the latency of their warps."""
+        """Seconds of attention. Decode attention reads whole blocks, and takes at least the latency
+        of the warps."""
         decodes = new_tokens == 1
         whole = -(-contexts // self.block_size) * self.block_size
         seconds = super().attention_s(np.where(decodes, whole, contexts), new_tokens, held)

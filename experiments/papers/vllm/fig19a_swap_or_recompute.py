@@ -3,9 +3,9 @@
     python -m experiments.papers.vllm.fig19a_swap_or_recompute
 
 A sequence of --tokens tokens of OPT-13B is swapped out and in over PCIe, or recomputed as one
-prompt. A swap takes one copy of keys and one of values for each block and layer. Its time is not
-fitted to the paper's figure: the start of a copy and the usable share of PCIe's bandwidth are
-`cost_model.Assumed`; --copy_knob multiplies the start.
+prompt. A swap takes one copy of keys and one copy of values for each block and layer. The time of a
+swap is not fitted to the paper's figure. The start of a copy and the usable share of PCIe's
+bandwidth come from `cost_model.Assumed`; --copy_knob multiplies the start.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ def measure(flags: SwapFlags, _) -> Iterator[Row]:
 
 
 def values(_: SwapFlags, rows: Sequence[Row]) -> Values:
-    """swap_from: the smallest block size at which swapping is faster, 0 if none."""
+    """Times in ms, and swap_from: the smallest block size at which swapping is faster, or 0."""
     first, last = rows[0], rows[-1]
     faster = [row.block_size for row in rows if row.swap_ms < row.recompute_ms]
     return {

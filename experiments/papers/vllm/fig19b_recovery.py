@@ -5,13 +5,13 @@
 OPT-13B serves ShareGPT's lengths at one rate, near its sustained rate, so that requests are
 preempted. They resume by recomputation or by swapping in from the host's memory. A swap takes the
 time of fig19a_swap_or_recompute: a start for each copy, and the bytes over PCIe. The copies decide
-whether recomputation or swapping is better. fig18b_block_size shows why small and large blocks are
-slow; of its two causes only partly empty memory is counted here.
+whether recomputation or swapping is better. fig18b_block_size shows two reasons why small and large
+blocks are slow; this study simulates only partly empty blocks.
 
-While requests are swapped out no new ones are admitted. In the code that vLLM's authors published
-this lasts until all swapped requests run again; in §4.5, until all of them have ended. The claim is
-decided by runs that follow the code. §4.5 leaves so much memory idle that swapping is slower with
-every block size; runs that follow it are printed as 'completed'.
+While requests are swapped out no new requests are admitted. In the published code of vLLM's authors
+admission resumes when all swapped requests run again; in §4.5, when all swapped requests have
+ended. The claim is decided by runs that follow the code. Runs that follow §4.5 are printed as
+'completed'. They leave so much memory idle that swapping is slower with every block size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from paged.simulator.step_cost import HOSTS
 MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
 COMPLETED = "completed"
 SMALL, MIDDLE, LARGE = (1, 2, 4, 8), (16, 32, 64), (64, 128, 256)
-NEAR = 1.2  # times: alike with blocks of the middle sizes
+NEAR = 1.2  # largest ratio of latencies with blocks of the middle sizes
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ def by_mode(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
 
 
 def values(_: RecoveryFlags, rows: Sequence[Row]) -> Values:
-    """MODE_SIZE_s: latencies. MODE_over_recompute_SIZE: their ratios, of swap and completed.
-    preemptions_least: the fewest of a run."""
+    """MODE_SIZE_s: normalised latencies.
+    MODE_over_recompute_SIZE: latency of swap or completed over latency of recompute.
+    preemptions_least: least number of preemptions of a run."""
     found, numbers = by_mode(rows), dict[str, float | None]()
     for mode, runs in found.items():
         numbers |= {f"{mode}_{size}_s": row.latency_s for size, row in runs.items()}

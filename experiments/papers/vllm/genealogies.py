@@ -1,4 +1,4 @@
-"""The parents of beams: from an event log, and in the notation of genealogies.jsonl."""
+"""The parents of beams: reading from an event log, and the notation of genealogies.jsonl."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ def genealogies(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             prompts[event["request_id"]] = event["prompt_tokens"]
         elif event["event"] == "beams":
             of_request = parents.setdefault(event["request_id"], [])
-            if event["parents"]:  # Without parents, the search is over.
+            if event["parents"]:  # An event without parents ends the search.
                 of_request.append([event["before"].index(slot) for slot in event["parents"]])
     return [
         {"request_id": name, "prompt_tokens": prompts[name], "parents": steps}

@@ -1,11 +1,11 @@
-"""Who owns which KV block in each step: vLLM's Figs. 3 and 6 to 9, from a run of this engine.
+"""A map of the owners of KV blocks over the steps (vLLM Figs. 3, 6 to 9), from an engine's run.
 
     python -m experiments.papers.vllm.memory_map
 
-Serves a few requests, one more every --interval steps, in a cache too small for all of them, and
-draws the physical blocks over the steps. Each request has a colour, and each of its sequences a
-shade. Shared blocks are hatched, and darker with more owners. Blocks that the prefix cache keeps
-without an owner are grey. Below are the host's blocks, which hold swapped-out sequences.
+The program serves a few requests in a cache too small for all, and draws the physical blocks over
+the steps. A request arrives every --interval steps. Each request has a colour, and each of
+its sequences a shade. Shared blocks are hatched, and darker with more owners. Blocks that only the
+prefix cache keeps are grey. The lower panel shows the host's blocks, with swapped-out sequences.
 
 --requests are
 
@@ -14,9 +14,9 @@ without an owner are grey. Below are the host's blocks, which hold swapped-out s
     parallelN  N samples of one prompt (Fig. 8)
     beamN      a beam search of width N (Fig. 9)
 
-Besides a study's files it writes memory_map.html, which shows each block of the step under a slider
-(owners, logical block, filled slots, references) and each block table. rows.csv has the use of the
-cache's token slots in each step.
+The program also writes memory_map.html. A slider selects a step; the page shows the step's block
+tables and each block's owners, logical block, filled slots and references. rows.csv has the use of
+the cache's token slots in each step.
 """
 
 import colorsys
@@ -82,11 +82,11 @@ class Row:
     """A step.
 
     token_states to shared: tokens, as in `paged.kv_cache.policy.Usage`.
-    most_owners: of one block.
-    shared_blocks: with several owners.
-    idle_blocks: kept by the prefix cache alone.
-    host_blocks: in the host's memory.
-    preemptions: in this step.
+    most_owners: largest number of owners of a block.
+    shared_blocks: blocks with several owners.
+    idle_blocks: blocks that only the prefix cache keeps.
+    host_blocks: blocks in use in the host's memory.
+    preemptions: preemptions in this step.
     swapped_out, swapped_in, copied_blocks: blocks moved in this step.
     """
 
@@ -148,7 +148,8 @@ def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
-    """The colour of a block: a shade by sequence for one owner, darker for more owners."""
+    """The colour of a block. With one owner the shade depends on the owner's sequence. With several
+    owners it is darker the more owners there are."""
     hue, light, saturation = colorsys.rgb_to_hls(*colour)
     if len(owners) > 1:
         light *= max(0.3, 0.9 - 0.12 * len(owners))
@@ -160,7 +161,9 @@ def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
 def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: int, of) -> None:
     """Draw blocks 1 to `blocks` over the steps.
 
-    held, idle: owned and idle blocks of each step.  of: the colours of requests.
+    held: owners of each owned block, by step.
+    idle: idle blocks, by step.
+    of: colours by request.
     """
     image = np.ones((blocks, len(held), 3))
     shared = np.zeros((blocks, len(held)))
@@ -185,7 +188,7 @@ def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: i
 def draw(
     snapshots: Sequence[Snapshot], requests: Sequence[str], title: str, footer: str = ""
 ) -> Figure:
-    """The map: device blocks above, blocks in the host's memory below."""
+    """The map, with device blocks above and host blocks below."""
     of, blocks = colours(requests), len(snapshots[0].refcounts) - 1
     host_blocks = max((max(s.host) for s in snapshots if s.host), default=1)
     figure = Figure(figsize=(11, 7.5), layout="constrained")
@@ -250,7 +253,7 @@ def page_data(
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The template with the data in it: a page that needs no other file."""
+    """The HTML template with the data inserted. The page loads no other file."""
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     return TEMPLATE.read_text("utf-8").replace("/*DATA*/", text)
 

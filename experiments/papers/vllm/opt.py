@@ -37,7 +37,7 @@ POLICIES = ("fastertransformer", "orca_max", "orca_pow2", "orca_oracle", "vllm")
 class Server:
     """A column of Table 1.
 
-    kv_gib: memory for the KV cache, on all GPUs together.
+    kv_gib: memory for the KV cache in all GPUs together, GiB.
     paper_slots: the table's number of KV slots.
     """
 
@@ -53,7 +53,7 @@ class Server:
 
     @property
     def kv_slots(self) -> int:
-        """Tokens whose keys and values fit."""
+        """Tokens whose keys and values fit in `kv_gib`."""
         config = self.config
         return self.kv_gib * GIB // (config.num_layers * kv_bytes_of_token(config, "float16"))
 
@@ -70,15 +70,15 @@ SERVERS = {
 class Case:
     """A system that serves a trace.
 
-    rate: requests/s.
-    sigma: of the log-normal lengths.
-    duration_s: of the arrivals.
+    rate: request rate, requests/s.
+    sigma: sigma of the log-normal lengths.
+    duration_s: duration of the arrivals, seconds.
     host: the system whose host time a step includes (`step_cost.HOSTS`).
     attention_knob, host_knob: factors on the time of attention and of the host.
     best_of, beam_width: sequences of each request, 1 for basic sampling.
-    prefix_tokens: of the prefix that all prompts share; vLLM computes and stores it once.
+    prefix_tokens: tokens of the prefix that all prompts share; vLLM computes the prefix once.
     block_size: tokens of a block.
-    preemption_mode, admit_after_swap: as in `EngineConfig`.
+    preemption_mode, admit_after_swap: see `EngineConfig`.
     """
 
     server: str
@@ -104,10 +104,10 @@ class Row(Case):
     """The results of a case.
 
     batch: running requests, mean over the steps.
-    latency_s: a request's latency divided by the output tokens of one of its sequences (the paper's
-        normalised latency), mean over the requests.
+    latency_s: normalised latency: a request's latency divided by the output tokens of one of its
+        sequences, mean over the requests.
     step_s: mean duration of a step that only decodes.
-    tokens_per_s: output tokens of one sequence of each request, over the whole run.
+    tokens_per_s: output tokens a second over the whole run, one sequence of each request.
     kv_used: share of the KV memory that is in use, mean over the steps.
     saving: share of blocks that sharing saves, mean over the steps (§6.3).
     """
@@ -125,8 +125,8 @@ class Row(Case):
 
 
 def calibrated(dataset: str) -> float:
-    """The sigma of the committed result of fig13_batched_requests. Raises KeyError for a dataset
-    without a calibrated sigma."""
+    """The dataset's sigma in the committed result of fig13_batched_requests. Raises KeyError for a
+    dataset without a calibrated sigma."""
     return float(json.loads(SIGMAS.read_text())[f"sigma_{dataset}"])
 
 
@@ -143,8 +143,9 @@ def setting(server: str, host: str) -> str:
 def requests_of(
     dataset: str, rate: float, duration_s: float, sigma: float, seed: int, prefix_tokens: int = 0
 ) -> list[Request]:
-    """Poisson arrivals over `duration_s`; the same seed gives the same lengths at all rates.
-    Prompts share their first `prefix_tokens` tokens and differ from the next token on."""
+    """Requests with Poisson arrivals at `rate` requests/s for about `duration_s` seconds. Prompts
+    share their first `prefix_tokens` tokens and differ from the next token on. The same seed gives
+    the same lengths at all rates."""
     count = max(1, round(rate * duration_s))
     if dataset == "chatbot":
         lengths, _ = synthetic_lengths.draw_chats(count, sigma, CONTEXT, CONTEXT // 2, seed, 1)
@@ -171,7 +172,7 @@ def ancestry(width: int) -> RecordedAncestry:
 
 
 def sampling_of(case: Case) -> SamplingParams:
-    """The sampling of a case. Orca forks no sequence: its beams run as parallel samples (§4.4)."""
+    """The sampling of a case. Orca cannot fork sequences: beams run as parallel samples (§4.4)."""
     if case.beam_width > 1 and case.policy == "vllm":
         return SamplingParams(beam_width=case.beam_width, n=1)
     if (count := max(case.beam_width, case.best_of)) > 1:
@@ -180,7 +181,7 @@ def sampling_of(case: Case) -> SamplingParams:
 
 
 def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Engine:
-    """declare: makes the clock, from the arguments of `StepCost.declare`."""
+    """The engine of a case. declare: returns the clock, called like `StepCost.declare`."""
     server = SERVERS[case.server]
     model, beams = server.config, case.beam_width if case.policy == "vllm" else 1
     config = EngineConfig(
@@ -205,7 +206,7 @@ def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -
 
 
 def run(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Row:
-    """Serve a trace to its end. declare: as in `engine_of`."""
+    """Serve a trace to its end. declare: see `engine_of`."""
     engine = engine_of(case, declare)
     requests = requests_of(
         case.dataset, case.rate, case.duration_s, case.sigma, case.seed, case.prefix_tokens
@@ -244,8 +245,8 @@ def hour_s() -> float:
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
-    """The x at which the line through the points first reaches `level`, from below or above; the
-    last x if it never does. xs: ascending."""
+    """The x at which the line through the points first crosses `level`; the last x if the line does
+    not cross it. xs: ascending."""
     for (x0, y0), (x1, y1) in zip(zip(xs, ys), zip(xs[1:], ys[1:])):
         if min(y0, y1) <= level <= max(y0, y1) and y0 != y1:
             return x0 + (level - y0) / (y1 - y0) * (x1 - x0)

@@ -1,8 +1,9 @@
 """The rate that each system sustains at a normalised latency, for vLLM's Figs. 12, 14, 16 and 17.
 
-For each system of a panel the request rate rises until the latency exceeds a level, or falls until
-it does not; bisection then narrows down the rate in between. The latency of an overloaded system
-grows with the length of the trace, so that a shorter trace gives a higher sustained rate.
+For each system of a panel the request rate rises while the latency is below a level, or falls while
+the latency is above it. Bisection between the last two rates then narrows down the sustained rate.
+The latency of an overloaded system grows with the length of the trace, so that a shorter trace
+gives a higher sustained rate.
 """
 
 import functools
@@ -22,8 +23,8 @@ from paged.simulator.step_cost import HOSTS
 LEAST = 1e-3
 STEP = 1.6  # factor between rates until the latency is reached
 BISECTIONS = 2
-COMPARED = ("orca_oracle", "vllm")  # also swept with changed constants
-NEAR = 1.25  # STEP of those sweeps, which start at the unchanged sustained rate
+COMPARED = ("orca_oracle", "vllm")  # systems that are also swept with changed constants
+NEAR = 1.25  # STEP of sweeps with changed constants, which start at the unchanged sustained rate
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class RateFlags(Flags):
     jobs: int = jobs_flag()
 
     def sigma_of(self, dataset: str) -> float:
-        """Raises KeyError for a dataset without a calibrated sigma."""
+        """--sigma, or else the calibrated sigma. Raises KeyError for a dataset without one."""
         return self.sigma or opt.calibrated(dataset)
 
 
 @dataclass(frozen=True)
 class Changed(Row):
-    """A run. change: the changed constant of the clock (`knobs.CHANGES`), or another name; empty
+    """A run. change: the changed constant of the clock (`knobs.CHANGES`) or another change; empty
     for the figure's own runs."""
 
     change: str = ""
@@ -53,7 +54,7 @@ class Changed(Row):
 def changed(
     run: Run, make: Callable[..., Row], cases: Sequence[tuple[str, Case]], jobs: int, *first: Any
 ) -> Iterator[Changed]:
-    """`Run.at_once` over pairs of a change and its case."""
+    """Runs of pairs of a change and its case, by `Run.at_once`."""
     rows = run.at_once(make, [case for _, case in cases], jobs, *first)
     for (change, _), row in zip(cases, rows, strict=True):
         yield Changed(**vars(row), change=change)
@@ -61,7 +62,7 @@ def changed(
 
 @dataclass(frozen=True)
 class Point(Row):
-    """A run of a panel. change: the changed constant of the clock (`knobs.CHANGES`), or empty."""
+    """A run of a panel. change: the changed constant (`knobs.CHANGES`); empty for none."""
 
     panel: str = ""
     change: str = ""
@@ -74,9 +75,9 @@ def sweep(
     run: Callable[[Case], Row], case: Case, latency_s: float, step: float = STEP,
     bisections: int = BISECTIONS,
 ) -> list[Row]:  # fmt: skip
-    """Runs of a system, by ascending rate. The two rates around the sustained one lie within a
-    factor of step^(1/2^bisections). case: its rate is the first. Raises ValueError if the latency
-    is above `latency_s` even at LEAST requests/s."""
+    """Runs of a system, by ascending rate. The first run has the rate of `case`. The two rates next
+    to the sustained rate differ by a factor of step^(1/2^bisections). Raises ValueError if the
+    latency is above `latency_s` even at LEAST requests/s."""
     rows = [run(case)]
     upwards = rows[0].latency_s < latency_s
     while (rows[-1].latency_s < latency_s) == upwards:
@@ -95,9 +96,8 @@ def sweep(
 def panel(
     run: Callable[[Case], Row], cases: Sequence[Case], latency_s: float, vary: bool = False
 ) -> list[Point]:
-    """The sweeps of all systems, weakest first. The first starts at its case's rate, each other one
-    at the rate that the previous system sustains. vary: also sweep COMPARED with changed
-    constants."""
+    """The sweeps of all systems. The first sweep starts at its case's rate, each later sweep at the
+    previous system's sustained rate. vary: also sweep COMPARED with changed constants."""
     points: list[Point] = []
     rate = cases[0].rate
     for case in cases:
@@ -112,7 +112,7 @@ def panel(
 
 
 def sustained(rows: Sequence[Row], policy: str, latency_s: float) -> float:
-    """The rate at which a system reaches this latency, interpolated between simulated rates."""
+    """The rate at which a system reaches `latency_s`, interpolated between simulated rates."""
     mine = [row for row in rows if row.policy == policy]
     return opt.crossing([r.rate for r in mine], [r.latency_s for r in mine], latency_s)
 
@@ -128,7 +128,8 @@ def _panel(
 def measure(
     flags: RateFlags, run: Run, panels: Panels, varied: Sequence[str] | None = None
 ) -> Iterator[Point]:
-    """varied: the panels in which --knobs changes the constants; None for all."""
+    """The points of all panels. varied: panels that --knobs runs with changed constants; None for
+    all."""
     names = list(panels) if varied is None else varied
     work = functools.partial(
         _panel, panels=panels, latency_s=flags.latency_s, varied=names if flags.knobs else (),
@@ -147,7 +148,7 @@ def of_panel(points: Sequence[Point], name: str, change: str = "") -> list[Point
 
 
 def plain_values(points: Sequence[Point], latency_s: float) -> Values:
-    """PANEL_rate_SYSTEM, and PANEL_vllm_over_SYSTEM."""
+    """PANEL_rate_SYSTEM: sustained rate. PANEL_vllm_over_SYSTEM: vLLM's rate over the system's."""
     numbers: dict[str, float | None] = {}
     for name in names(points):
         mine = [point for point in points if point.panel == name]

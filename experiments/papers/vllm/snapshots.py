@@ -1,4 +1,4 @@
-"""Who holds which KV block at each step of a run."""
+"""Owners of KV blocks at each step of a run."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -18,9 +18,10 @@ from paged.requests.sampling_params import SamplingParams
 class Owner:
     """One reference to a block.
 
-    request, sequence: the owner: request id, index of the sequence.
-    logical: the block's place in the sequence.
-    filled: tokens in the block, now or once the prompt is computed.
+    request: id of the owning request.
+    sequence: index of the owning sequence in its request.
+    logical: index of the block in the sequence.
+    filled: filled slots of the block; during a prefill, after the whole prompt.
     """
 
     request: str
@@ -33,9 +34,9 @@ class Owner:
 class Snapshot:
     """The cache after a step was scheduled.
 
-    happened: events of the engine's round, in words.
-    refcounts: of each physical block, including the null block.
-    device, host: owners of each owned block.
+    happened: events of the step, in words.
+    refcounts: reference count of each physical block, null block included.
+    device, host: owners of each owned block on the device and on the host.
     idle: blocks that only the prefix cache keeps.
     """
 
@@ -49,14 +50,14 @@ class Snapshot:
 
 def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index: int, filled):
     for logical, block in enumerate(blocks.tolist()):
-        if block == NULL_BLOCK:  # it was dropped
+        if block == NULL_BLOCK:  # no longer held by the sequence
             continue
         owner = Owner(request, index, logical, int(filled[logical]))
         owners.setdefault(block, []).append(owner)
 
 
 def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
-    """The current cache of an engine with the dense policy."""
+    """A snapshot of the current cache of an engine with the dense policy."""
     policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
     tables = policy.block_tables
     device: dict[int, list[Owner]] = {}
@@ -86,7 +87,7 @@ def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
 
 
 def in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The events of a round of the engine, in words."""
+    """The events of a step of the engine, in words."""
     words = []
     for event in events:
         if event["event"] in ("arrival", "admit", "preempt", "finish"):
@@ -110,10 +111,10 @@ def run(
     interval: int,
     progress: bool = True,
 ) -> list[Snapshot]:
-    """Serve the requests (prompt and sampling by id), one more every `interval` steps, or all at
-    once if `interval` is 0.
+    """Serve the requests and return a snapshot of each step.
 
-    Returns a snapshot of each step.
+    requests: prompt and sampling parameters by request id.
+    interval: steps between arrivals; 0 for all requests at once.
     """
     coming, snapshots = deque(requests.items()), list[Snapshot]()
     rounds = 0

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.vllm.table1_kv_slots
 
-The table rounds its sizes, and does not say whether its GB are 10^9 or 2^30 bytes: both are
-counted. Weights follow from the models' shapes, in 16 bits.
+The table rounds its sizes, and does not define its GB. Slots are counted for GB of 10^9 and of 2^30
+bytes. Sizes of weights follow from the models' shapes, in 16 bits.
 """
 
 import math
@@ -26,7 +26,11 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """A column of the table. slots: if the KV memory is in GiB. slots_of_gb: if it is in GB."""
+    """A column of the table.
+
+    slots: KV slots if the table's KV memory is in units of 2^30 bytes.
+    slots_of_gb: KV slots if it is in units of 10^9 bytes.
+    """
 
     model: str
     gpus: str
