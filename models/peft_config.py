@@ -67,8 +67,10 @@ class _Expressions:
             if math.prod(max([1, *pair]) for pair in counts) > MOST_REPEATS:
                 raise re.error(f"it repeats too much: at most {MOST_REPEATS} times in all")
             return regex.compile(pattern)
-        except (re.error, regex.error, OverflowError) as error:  # OverflowError: too many repeats
-            raise ValueError(f"{field} {given!r} is no regular expression: {error}") from None
+        # OverflowError, ValueError: a large repetition. RecursionError: nested parentheses.
+        except (re.error, regex.error, OverflowError, ValueError, RecursionError) as error:
+            text = f"{given!r:.200}"
+            raise ValueError(f"{field} {text} is no regular expression: {error}") from None
 
     def match(
         self, expression: regex.Pattern, name: str, whole: bool = False

@@ -134,6 +134,8 @@ def test_layers_may_be_left_out(tmp_path):
         ({"rank_pattern": {"(?i)Q_PROJ": 2}}, "rank_pattern .*is no regular expression"),
         ({"target_modules": HUGE}, "repeats too much: at most 100000 times in all"),
         ({"target_modules": "q{99999999999999999999}"}, "is no regular expression: the repetition"),
+        ({"target_modules": "q{" + 5000 * "9" + "}"}, "target_modules .*is no regular expression"),
+        ({"target_modules": 5000 * "(" + 5000 * ")"}, "target_modules .*is no regular expression"),
         ({"r": 10**400}, r"asks? for \(10000"),
         ({"r": 4}, r"q_proj.lora_A.weight has shape \(8, 24\), but the model and .* \(4, 24\)"),
         ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight is of no module that"),
