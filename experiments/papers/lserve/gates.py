@@ -1,11 +1,11 @@
 """The gates of a study's --gates, and the difference of all accuracy studies from the paper."""
 
+from experiments.lib import shipped
 from experiments.lib.typed_flags import ModelFlags
 from models import checkpoint
-from models.hub import BUNDLED
 from paged.kv_cache.lserve.gates import Gates, read_gates
 
-BUNDLED_GATES = str(BUNDLED / "duo_gates.json")
+BUNDLED_GATES = "models/bundled/duo_gates.json"
 DIFFERS = "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV heads need all"
 
 
@@ -14,4 +14,4 @@ def gates_of(flags: ModelFlags, gates: str) -> Gates:
     checkpoint.load_config(flags.model)  # An invalid model raises here, before the file is read.
     if not gates:
         raise ValueError("--gates must name a file, not ''")
-    return read_gates(gates, lambda: checkpoint.weights_hash(flags.model))
+    return read_gates(shipped.found(gates), lambda: checkpoint.weights_hash(flags.model))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import kv_held
+from experiments.lib import kv_held, shipped
 from experiments.lib.answers import ALL
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.presets import padded
@@ -84,7 +84,11 @@ class Row:
 def configs(flags: TenantFlags) -> dict[str, EngineConfig]:
     """The presets of configs/, with LServe's budget from --budget. Raises ValueError for flags that
     do not fit."""
-    streaming = {"gates": read_gates(BUNDLED_GATES, lambda: checkpoint.weights_hash("bundled"))}
+    streaming = {
+        "gates": read_gates(
+            shipped.found(BUNDLED_GATES), lambda: checkpoint.weights_hash("bundled")
+        )
+    }
     presets: dict[str, tuple[str, int, dict[str, Any]]] = {
         VLLM: (VLLM, 16, {}),
         "lserve": ("lserve", 64, streaming | {"budget": flags.budget}),
