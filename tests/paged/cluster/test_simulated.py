@@ -263,7 +263,7 @@ def test_runs_of_decode_steps_are_as_steps_one_by_one(fields, adapters):
 
 
 @pytest.mark.parametrize("at_s", [k / 4 for k in range(12)])
-def test_who_comes_at_the_end_of_a_step_comes_before_its_report(at_s):
+def test_an_arrival_at_the_end_of_a_step_precedes_its_report(at_s):
     found = []
     for skip in (False, True):
         cluster = timed_cluster(skip, LinearCost(0.25, 0.0, 0.0), adapters=0)
