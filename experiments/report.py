@@ -23,7 +23,6 @@ from experiments.lib import address, run_record
 from experiments.lib.presets import IN_SHORT
 from experiments.lib.program import Program, extra, refusals
 from experiments.lib.shipped import ROOT
-from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag
 from experiments.papers import PAPERS
 from experiments.reproduce import NONE, RESULTS, counts, read, studies
@@ -124,10 +123,10 @@ class Row:
 
     @cached_property
     def stale(self) -> bool:
-        """Whether the program's sources changed after the run."""
+        """Whether the program's sources or input files changed after the run."""
         if not self.report or not self.has_result:
             return False
-        return self.report["sources_sha256"] != sources_hash(self.study.file)
+        return not self.study.is_unchanged(self.report)
 
     @property
     def command(self) -> str:

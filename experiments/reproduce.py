@@ -8,7 +8,8 @@ Arguments are names of studies or papers, or beginnings of names up to a `/` or 
 
 --list shows for each study its kind, minutes by scale, needs, the state of its result in
 --output_dir, and the verdict of its committed result with any difference from the paper's setting.
-The state is `no result`, `partial`, `stale` (flags, code or package versions have changed since),
+The state is `no result`, `partial`, `stale` (flags, code, input files or package versions
+have changed since),
 or the verdict.
 
 A study with a complete result runs again only if the result is stale. A study with a partial result
@@ -40,7 +41,6 @@ from experiments.lib import run_record
 from experiments.lib.processes import run_apart
 from experiments.lib.program import Program, Refused, refusals
 from experiments.lib.shipped import ROOT
-from experiments.lib.sources import sources_hash
 from experiments.lib.typed_flags import Flags, arguments, flag
 from experiments.papers.vllm import opt
 from experiments.study import KINDS, Study, shown
@@ -122,11 +122,8 @@ def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
         return NONE
     if report.get("partial"):
         return PARTIAL
-    now = run_record.plain({
-        "flags": study.at(scale), "sources_sha256": sources_hash(study.file),
-        "versions": _versions(),
-    })  # fmt: skip
-    if any(report.get(name) != value for name, value in now.items()):
+    now = run_record.plain({"flags": study.at(scale), "versions": _versions()})
+    if any(report[name] != value for name, value in now.items()) or not study.is_unchanged(report):
         return STALE
     return VERDICTS[report["holds"]]
 

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from experiments.lib import run_record, serving
 from experiments.lib.program import Program, refusals
-from experiments.lib.sources import sources_hash
+from experiments.lib.sources import inputs_hash, sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag, flat
 
 KEPT = "kept"
@@ -263,9 +263,17 @@ class Study[F: Flags, R]:
             "claim": self.claim, "rule": self.rule, "holds": holds,
             "values": [self._value(name, value) for name, value in values.items()],
             "tolerance": self.tolerance, "partial": cause, "rows": rows, "flags": flags,
-            "seconds": seconds, "sources_sha256": sources_hash(self.file), "command": self.command,
+            "seconds": seconds, "command": self.command, **self._hashes(run_record.plain(flags)),
             **run_record.describe_environment(),
         }  # fmt: skip
+
+    def _hashes(self, flags: Mapping[str, Any]) -> dict[str, str]:
+        sources, inputs = sources_hash(self.file), inputs_hash(self.file, flags)
+        return {"sources_sha256": sources, "inputs_sha256": inputs}
+
+    def is_unchanged(self, report: Mapping[str, Any]) -> bool:
+        """Whether the program's sources and input files are still those of the report's run."""
+        return all(report.get(n) == now for n, now in self._hashes(report["flags"]).items())
 
     def is_at_setting(self, flags: F) -> bool:
         """Whether a run with these flags has the paper's setting."""

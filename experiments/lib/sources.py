@@ -1,20 +1,80 @@
-"""The project's sources that a file depends on."""
+"""The project's sources and input files that a program depends on."""
 
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from experiments.lib import shipped
 from experiments.lib.shipped import ROOT
 
+PATH = re.compile(r"[\w.-]+(/[\w.-]+)+\.\w+")
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+
+
+# Every engine's flags may load these.
+INPUTS = ("configs", "models/bundled")
 
 
 def sources_hash(file: str | Path) -> str:
     """SHA-256, in hex, of the code of a Python file and of all project modules that it imports,
     directly or transitively."""
     return code_hash(_closure(Path(file).resolve()))
+
+
+def inputs_hash(file: str | Path, flags: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of the names and content of a program's input files.
+
+    These are INPUTS, the files whose paths are texts in the code of `file` and of the modules that
+    it imports, and the files, folders and shipped models that its flags name. A study's own results
+    are none of its inputs.
+    """
+    file = Path(file).resolve()
+    texts = {text for path in _closure(file) for text in _texts(path, _state(path))}
+    found = {path for name in INPUTS for path in _inside(ROOT / name)}
+    found |= {ROOT / text for text in texts if (ROOT / text).is_file()}
+    for text in _flag_texts(flags.values()):
+        found |= set(_inside(Path(shipped.found(text))) or _inside(ROOT / "models" / text))
+    own = {path for path in found if path.parent.name == file.stem}
+    contents = ((path, _content(path, _state(path))) for path in sorted(found - own))
+    lines = "\n".join(f"{_relative(path)} {content}" for path, content in contents)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _inside(path: Path) -> list[Path]:
+    return [each for each in (path, *path.rglob("*")) if each.is_file() and each.suffix != ".py"]
+
+
+def _flag_texts(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str) and value:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _flag_texts(value)
+        elif isinstance(value, Mapping):
+            yield from _flag_texts(value.values())
+
+
+def _relative(path: Path) -> Path:
+    path = path.resolve()
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+@functools.cache
+def _content(path: Path, state: tuple[int, int]) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@functools.cache
+def _texts(file: Path, state: tuple[int, int]) -> frozenset[str]:
+    """The texts in a Python file that may be paths of files in the project."""
+    nodes = ast.walk(ast.parse(file.read_bytes()))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return frozenset(text for text in texts if isinstance(text, str) and PATH.fullmatch(text))
 
 
 def code_hash(files: Iterable[Path]) -> str:

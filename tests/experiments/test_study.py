@@ -283,6 +283,39 @@ def test_sources_are_a_file_and_what_it_imports_through_others(tmp_path, monkeyp
         (tmp_path / name).write_text(text)
 
 
+def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not_own_results(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    code = 'import b\nHERE = "results/other/summary.json"\nSELF = "results/a/summary.json"\n'
+    texts = {
+        "a.py": code, "b.py": 'HERE = "data/times.csv"\n', "configs/x/config.json": "{}",
+        "models/bundled/weights": "1", "models/judge/weights": "1", "data/times.csv": "1",
+        "data/unused.csv": "1", "results/other/summary.json": "1", "results/a/summary.json": "1",
+        "prompts.jsonl": "1",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def hashed(**flags) -> str:
+        given = {"problems": [str(tmp_path / "prompts.jsonl")], "steps": 3} | flags
+        return sources.inputs_hash(tmp_path / "a.py", given)
+
+    changing = set()
+    before = hashed()
+    assert hashed(model="judge") != before
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text}\n")
+        changing |= {name} if hashed() != before else set()
+        (tmp_path / name).write_text(text)
+        assert hashed() == before
+    assert changing == {
+        "configs/x/config.json", "models/bundled/weights", "data/times.csv",
+        "results/other/summary.json", "prompts.jsonl",
+    }  # fmt: skip
+
+
 def test_the_state_of_a_result(tmp_path, monkeypatch):
     states = [reproduce.state(STUDY, "quick", reproduce.read(tmp_path))]
     STUDY.write(STUDY.at("quick"), tmp_path)
@@ -291,7 +324,7 @@ def test_the_state_of_a_result(tmp_path, monkeypatch):
     numbers = reproduce.counts(
         [(STUDY, states[1], reproduce.read(tmp_path)), (STUDY, states[0], None)]
     )
-    monkeypatch.setattr(reproduce, "sources_hash", lambda file: "other")
+    monkeypatch.setattr("experiments.study.sources_hash", lambda file: "other")
     states.append(reproduce.state(STUDY, "quick", reproduce.read(tmp_path)))
     replace(STUDY, measure=cut_after(1)).write(STUDY.at("quick"), tmp_path)
     states.append(reproduce.state(STUDY, "quick", reproduce.read(tmp_path)))

@@ -27,9 +27,8 @@ from paged.simulator.step_cost import StepCost
 
 CONTEXT = 2048
 BLOCK_SIZE = 16
-RESULTS = shipped.ROOT / "experiments/results/vllm"
-SIGMAS = RESULTS / "fig13_batched_requests/summary.json"
-GENEALOGIES = RESULTS / "fig15_sharing_savings/genealogies.jsonl"
+SIGMAS = shipped.ROOT / "experiments/results/vllm/fig13_batched_requests/summary.json"
+GENEALOGIES = shipped.ROOT / "experiments/results/vllm/fig15_sharing_savings/genealogies.jsonl"
 POLICIES = ("fastertransformer", "orca_max", "orca_pow2", "orca_oracle", "vllm")
 
 
