@@ -23,7 +23,11 @@ def prompt_chunks(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     probs = jax.nn.softmax(scores, where=seen, axis=-1)
     probs = jnp.where(seen, probs, 0.0)
-    out = jnp.einsum("kgtu,ukd->tkgd", probs, v, precision="highest").reshape(T, H, D)
+    # A value that is not finite reaches the queries that see it, and no others: 0 times NaN is NaN.
+    finite = jnp.isfinite(v)
+    out = jnp.einsum("kgtu,ukd->tkgd", probs, jnp.where(finite, v, 0), precision="highest")
+    lost = jnp.einsum("tu,ukd->tkd", seen.astype(jnp.float32), ~finite) > 0
+    out = jnp.where(lost[:, :, None], jnp.nan, out).reshape(T, H, D)
     counts = seen if own else seen & (key < query[:, None])
     if last_rows is not None:
         counts &= (query >= first + totals[row] - last_rows)[:, None]

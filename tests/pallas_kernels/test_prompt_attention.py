@@ -117,6 +117,21 @@ def test_prompts_and_the_scores_that_their_tokens_received(implementation, last_
             np.testing.assert_allclose(sums[first + token], expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("which", [0, 1, 2])  # of q, k, v
+def test_a_prompt_that_is_not_finite_reaches_no_other(implementation, which):
+    rng, starts, T = np.random.default_rng(3), [0, 70, 90, 150], 160
+    arrays = [rng.normal(size=(T, h, D)).astype(np.float32) for h in (K * G, K, K)]
+    run = jax.jit(partial(prompt_attention, implementation=implementation))
+    out, sums = run(*arrays, jnp.array(starts))
+    arrays[which][72], arrays[which][73] = np.nan, np.inf
+    harmed, harmed_sums = run(*arrays, jnp.array(starts))
+    assert np.isnan(harmed[73:90]).any()
+    for prompt in (slice(0, 70), slice(90, 150)):
+        np.testing.assert_array_equal(harmed[prompt], out[prompt])
+        np.testing.assert_array_equal(harmed_sums[prompt], sums[prompt])
+
+
 def test_arguments_that_do_not_fit_are_refused():
     x, starts = jnp.zeros((4, 1, 64)), jnp.array([0, 4])
     with pytest.raises(ValueError, match="last_rows must be at least 1"):
