@@ -35,7 +35,7 @@ class Mechanism:
     """A mechanism of the engine that a soak's flags enable, and that must occur in the soak.
 
     count: name of the mechanism in `Users.counts`.
-    never: the error message if the count stays 0, without its end ' happened'.
+    never: the error message for a count of 0, to which ' happened' is appended.
     flags: changes of flags that make the mechanism occur, in words.
     possible: whether the mechanism can occur with these flags.
     """
@@ -92,7 +92,7 @@ def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | 
     """The reason why a final output does not fit its request; None if it fits."""
     how, sequences = asked.how, output.sequences
     reasons = [sequence.finish_reason for sequence in sequences]
-    # Only the best of ranked samples are returned, possibly without the aborted ones.
+    # If samples are ranked, only the best are returned; aborted ones may not be among them.
     aborts = "abort" in reasons
     if not asked.interrupted and not aborts <= asked.aborted <= aborts + how.ranks:
         return f"aborted is {asked.aborted}, and the reasons {reasons}"

@@ -37,7 +37,7 @@ class _Attempt:
 
     sent: output tokens reported so far, by sequence.
     ended: whether the end has been reported, by sequence.
-    plain: the request's only sequence, if the request reports only tokens; otherwise None.
+    plain: the only sequence of a request that reports nothing but tokens; None for other requests.
     grows: whether every token is reported; otherwise only the first tokens and the end.
     """
 
@@ -182,7 +182,7 @@ class EngineRunner:
     def _add(self, request: ClusterRequest, attempt: int, grows: bool) -> None:
         engine, adapter = self.engine, request.adapter
         try:
-            # The name may have got another adapter, even after this request's placement.
+            # Since this request was placed, the name may have been given to another adapter.
             if adapter is not None and not engine.adapters.means(adapter):
                 engine.add_known_adapter(adapter)
             engine.add_request(

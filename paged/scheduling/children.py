@@ -37,7 +37,7 @@ class Children:
             self.held = [sequence for sequence in self.held if sequence.group is not group]
 
     def forks_of(self, slots: Iterable[int]) -> int:
-        """Number of children that sample in the step in which parents in `slots` first sample."""
+        """Number of children that start sampling in the same step as their parents in `slots`."""
         if not self.held:
             return 0
         parents = [self._slots.owner[slot] for slot in slots]

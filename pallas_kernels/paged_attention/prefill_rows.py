@@ -15,14 +15,16 @@ from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, store
 from pallas_kernels.ragged import ALIGNMENT
 
 ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
-# Registers of a thread. A launch of 384 threads has 168 registers per thread. Two computing
-# warpgroups and a fetching warpgroup may together take as many; otherwise one would wait for ever.
+# Registers of a thread. A launch of 384 threads has 168 registers per thread. The
+# registers of two computing warpgroups and a fetching warpgroup must not exceed these, or one
+# warpgroup would wait for registers for ever.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 40
 FEW_TOKENS = 512  # Up to this number of queries, rows of a tile may stay unused.
 
 
 def packed_heads(G: int, T: int) -> int:
-    """How many of G query heads share a tile of rows, which reads keys and values once for them.
+    """Number of query heads, of the G of a KV head, in one tile of rows. The tile reads keys and
+    values once for all of them.
 
     A warpgroup has 64 // heads queries of each head, rounded down to whole TMA tiles.
     """

@@ -1,4 +1,4 @@
-"""Named arguments of decode over unified pages."""
+"""Cases for tests and benchmarks of decode over unified pages, by name."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,7 +172,7 @@ SHAPES = {
     "llama-3-8b-K8V4": Mixed(_LLAMA, kept=(1.0, 0.0)),
     "llama-3-8b-K4V2": Mixed(_LLAMA, kept=(0.02, 0.98)),
     "llama-3-8b-K16V16": Mixed(_LLAMA, names=("K16V16", "K16V16")),
-    # Calibration keeps no tokens (Qwen2.5-7B) or few tokens in low precision.
+    # DiffKV's calibration keeps no tokens of Qwen2.5-7B in low precision, and few of others.
     "qwen2.5-7b": Mixed(_QWEN, kept=(0.9, 0.0)),
     "qwen2.5-7b-mixed": Mixed(_QWEN),
     "qwen2.5-32b": Mixed(HEADS["qwen2.5-32b"], kept=(0.3, 0.7)),

@@ -39,7 +39,7 @@ class ThroughputFlags(SimulatedFlags):
     models: tuple[str, ...] = flag(MODELS, "that serve", choices=tuple(SERVERS))
     systems: tuple[str, ...] = flag(SYSTEMS, "that are compared", choices=SYSTEMS)
     most_output: int = flag(0, "tokens of an output; 0: the paper's limit", least=0)
-    batches: int = flag(3, "of requests, each as many as fit at the mean length", least=1)
+    batches: int = flag(3, "batches of requests; a batch just fits in memory", least=1)
     jobs: int = jobs_flag()
 
 
@@ -83,7 +83,8 @@ def simulate(case: Case) -> Row:
         gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
         recorded=case.recorded, seed=case.seed,
     )  # fmt: skip
-    # `most`: number of sequences of half the limit that fit at a twelfth of the 16-bit memory.
+    # `most`: number of sequences of half the limit that fit, if each takes a twelfth of its 16-bit
+    # memory.
     fit = server.kv_tokens(case.gpu) / (server.limit / 2 + gpu.PROMPTS[1])
     most = server.most if case.system == DIFFKV else min(256, max(8, int(12 * fit)))
     config = gpu.config_of(case.system, server, case.gpu, most)
@@ -185,7 +186,7 @@ STUDY = Study(
     holds=lambda v: v["gain_diffkv_qwq-32b"] >= 5.4
     and all(v[f"gain_diffkv_{model}"] >= 1.9 for model in MODELS),
     setting=Setting(
-        "QwQ-32B and Qwen2.5-32B on two, Llama-3-8B on one; " + gpu.SETTING,
+        "QwQ-32B and Qwen2.5-32B on two GPUs, Llama-3-8B on one; " + gpu.SETTING,
         "outputs all reach the limit; Atom's and KIVI's framework takes vLLM's host time; "
         "DiffKV's batch is limited as in the authors' command, others' by memory alone; "
         "Llama-3-70B and Qwen2.5-7B only with --models; three batches of requests for the paper's "

@@ -39,8 +39,8 @@ class KernelFlags(Flags):
     tokens: tuple[int, ...] = flag((512, 1024, 2048, 4096), "of each sequence", least=1)
     formats: tuple[str, ...] = flag(FORMATS, "of the pages", choices=FORMATS)
     batch: int = flag(8, "sequences", least=1)
-    rounds: int = flag(9, "timed runs of all that is compared", least=1)
-    seed: int = flag(0, "of all that is drawn", least=0)
+    rounds: int = flag(9, "timed runs of each kernel", least=1)
+    seed: int = flag(0, "of the random keys, values and queries", least=0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Pool:
         return jnp.broadcast_to(of_head, (self.batch, self.heads.K, 2))
 
     def tables_of(self, name: str):
-        """Block tables as wide as an engine's for this format; attention's scores are as wide."""
+        """The block tables, cut to the width that an engine has for this format. The width matters,
+        because attention computes scores for a whole table."""
         tokens = formats_of(name, self.heads.D)[0].tokens
         return self.tables[..., : -(-self.longest // tokens) + 1]
 
@@ -127,7 +128,8 @@ def attend_dense(q, k_pages, v_pages, tables, lengths):
 
 def check(flags: KernelFlags, heads: Heads = HEADS["llama-3-8b"]) -> None:
     pages, words = Pool.shape(heads, flags.batch, max(flags.tokens))
-    # Drawing takes three times the words; later there are the words and the dense keys and values.
+    # Drawing random pages takes three times their size. Afterwards the pages, dense keys and dense
+    # values are in memory.
     size = 4 * pages * max(3 * words, words + 2 * PAGE_SIZE * heads.D)
     run_record.check_memory("--tokens and --batch", size)
 

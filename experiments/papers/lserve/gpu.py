@@ -3,8 +3,8 @@ times of each.
 
     dense       16 bits
     w8a8, w4a8  8-bit products, with weights of 8 or 4 bits; keys and values of 16 bits
-    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. Table 7 grows by 57 ns a token; with
-                16 bits this growth would need more than the A100's bandwidth
+    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. times in Table 7 grow by
+                57 ns a token, which is too little to read 16 bits with an A100's bandwidth
     qserve      W4A8KV4 in pages of 64 tokens: LServe without sparsity
     minference  16 bits; sparse prefill, dense decode
     duo         DuoAttention: 16 bits, half of the heads stream
@@ -86,8 +86,8 @@ class SimulatedFlags(Flags):
 
     contexts: tuple[int, ...] = flag((2**16,), "tokens", least=64, most=LONGEST)
     gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))
-    attention_knob: float = flag(1.0, "times the time of attention and selection", above=0)
-    host_knob: float = flag(1.0, "times the time of the host", least=0)
+    attention_knob: float = flag(1.0, "factor on the time of attention and selection", above=0)
+    host_knob: float = flag(1.0, "factor on the time of the host", least=0)
 
     @property
     def ascending(self) -> list[int]:
@@ -131,7 +131,7 @@ class Clock:
             all_dense = ((K,) * len(layout.num_dense[0]),)
             longest = dataclasses.replace(layout, num_dense=all_dense).work(ends, new)
             for name in {"decode", "selection"} & set(seconds):
-                # One multiprocessor's time for one head equals the time of all for `on` heads.
+                # One of `on` multiprocessors takes as long for one head as all take for `on` heads.
                 as_many = Cost(longest[name].bytes * on // (K * sequences))
                 of_longest = np.where(as_many.bytes, part_s(as_many), 0.0)
                 seconds[name] = np.maximum(seconds[name], of_longest)

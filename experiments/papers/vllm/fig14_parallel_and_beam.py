@@ -88,7 +88,7 @@ STUDY = Study(
         opt.setting("13b", "vllm"),
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); ancestries of "
         "beams are those of the bundled model; Orca's copies between beams take no time; arrivals "
-        "last a minute for an hour; the constants are changed in beam6 alone",
+        "last a minute (paper: an hour); the constants are changed in beam6 alone",
         "reduced",
     ),
     flags=SharingFlags,

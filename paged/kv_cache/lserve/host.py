@@ -102,14 +102,14 @@ class LServeHost(HostPolicy):
         return self.dense.admit(slot, sequence)
 
     def _can_resume(self, end: bytes) -> bool:
-        """See `Prefixes`. Dense heads need no other state."""
+        """See `Prefixes`. Only streaming heads need a checkpoint."""
         return self.streaming is None or self.streaming.can_resume(end)
 
     def _resume(
         self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
     ) -> None:
-        """Share the window at the end of the cached prefix. The prompt will make checkpoints at its
-        own end, and at the end of its cached blocks, unless these have checkpoints."""
+        """Share the window at the end of the cached prefix. Checkpoints will be made
+        at the prompt's end and at the end of its cached blocks, where there are none yet."""
         found = prefixes.find(sequence)
         if found.num_tokens:
             streaming.adopt(slot, found.num_tokens, found.end)
