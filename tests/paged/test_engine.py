@@ -35,7 +35,9 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
     "changes",
     [
         pytest.param({"page_size": 1}, marks=pytest.mark.slow),
-        {"page_size": 16, "max_num_seqs": 1, "kv_cache_tokens": 128},
+        pytest.param(
+            {"page_size": 16, "max_num_seqs": 1, "kv_cache_tokens": 128}, marks=pytest.mark.slow
+        ),
         pytest.param({"page_size": 64, "max_num_batched_tokens": 16}, marks=pytest.mark.slow),
         {"chunked_prefill": False, "max_num_batched_tokens": 128, "run_ahead": False},
         {"page_size": 4, "multi_step": 4},

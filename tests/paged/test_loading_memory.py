@@ -36,6 +36,7 @@ def memory(field: str) -> int:
     return 1024 * int(status.split(f"{field}:")[1].split()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
 def test_the_peak_is_the_model_and_one_layer(tmp_path, shards):
     tensors = {param.hf_name: np.ones(param.hf_shape, np.float32) for param in PARAMS.values()}

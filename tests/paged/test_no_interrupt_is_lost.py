@@ -69,7 +69,9 @@ threading.Thread.start = lambda self: (start(self), time.sleep(0.1))
 """
 
 
-@pytest.mark.parametrize("machine", ["", BUSY], ids=["idle", "busy"])
+@pytest.mark.parametrize(
+    "machine", [pytest.param("", marks=pytest.mark.slow), BUSY], ids=["idle", "busy"]
+)
 def test_an_interrupt_in_what_nobody_called_comes_again(machine):
     program = [sys.executable, "-c", machine + SCRIPT]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)

@@ -46,6 +46,7 @@ def test_the_prompt_kernels_are_near_reference(heads, group, dim, dtype, which):
     assert schedule is not None and (schedule.scores.merges >= 0).any()
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 320), min_size=4, max_size=4),

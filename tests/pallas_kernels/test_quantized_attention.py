@@ -302,6 +302,7 @@ def test_either_device_returns_the_same_shapes(names):
     assert kernel == other
 
 
+@pytest.mark.slow
 def test_more_than_4800_tokens():
     """The authors' kernel gives wrong scores there."""
     formats = formats_of("K8V4", "K4V2")

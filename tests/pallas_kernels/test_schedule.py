@@ -143,6 +143,7 @@ def test_an_odd_number_of_thread_blocks_has_places_for_all_partial_results(block
     assert parts == blocks
 
 
+@pytest.mark.slow
 def test_a_search_among_many_rows_finds_what_comparing_all_finds(monkeypatch):
     def plans(most):
         monkeypatch.setattr(ragged, "MOST_COMPARED", most)

@@ -15,6 +15,7 @@ LARGE = SMALL.replace(
 )
 
 
+@pytest.mark.slow
 def test_a_grown_model_has_the_logits_of_the_smaller_one():
     key = jax.random.key(0)
     p = trainer.initialise(SMALL, key, 1.5)

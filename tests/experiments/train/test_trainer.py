@@ -27,6 +27,7 @@ OPTIONS = Options(
 )
 
 
+@pytest.mark.slow
 def test_training_reduces_the_loss(tmp_path):
     trainer = Trainer(CONFIG, OPTIONS, tmp_path)
     losses = [trainer.advance()[1] for _ in range(40)]

@@ -135,6 +135,7 @@ def test_a_failed_load_holds_nothing_of_what_was_read(tiny_params, folders, tmp_
     assert held() == before
 
 
+@pytest.mark.slow
 def test_an_adapter_that_has_moved_is_read_where_it_was_added_last(
     tiny_params, folders, expected, tmp_path
 ):

@@ -17,7 +17,7 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("auto", marks=pytest.mark.slow), "bfloat16"])
 def test_keys_and_values_are_kept_in_kv_dtype(tiny_params, full_logits, kv_dtype):
     """A 16-bit cache takes half of the bytes, and moves log-probabilities a little."""
     config = EngineConfig(**{**vars(CONFIG), "kv_dtype": kv_dtype, "policy_options": None})

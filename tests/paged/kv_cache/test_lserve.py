@@ -69,7 +69,10 @@ def policies():
             marks=pytest.mark.sweep,  # the suite of policies has its oracle
         ),
         pytest.param(NEVER_SELECTS | {"kv_bits": 4}, {}, marks=pytest.mark.slow),
-        (SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, WINDOWED),
+        pytest.param(
+            SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3}, WINDOWED,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["streaming", "both", "quest", "8_bits", "4_bits", "windows"],
 )  # fmt: skip
@@ -177,8 +180,8 @@ def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
 @pytest.mark.parametrize(
     ("Tp", "Sd", "multi_step", "kv_bits"),
     [
-        (64, 4, 1, 16),
         (0, 4, 4, 16),
+        pytest.param(64, 4, 1, 16, marks=pytest.mark.slow),
         pytest.param(64, 4, 1, 4, marks=pytest.mark.slow),
         pytest.param(0, 4, 4, 8, marks=pytest.mark.sweep),
     ],

@@ -63,6 +63,7 @@ def test_it_ends_as_in_one_engine(n, more, logprobs, eos_rate, cut, changes):
     second.host_policy.check()
 
 
+@pytest.mark.slow
 def test_penalties_and_bias_count_known_output_as_output(tiny_params):
     engine = padded(Engine.from_model(tiny_params, TINY, CONFIG))
     hows = [

@@ -106,7 +106,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "way",
     [
         pytest.param(
-            way, marks=[pytest.mark.slow] * (way in ("large blocks", "swapping", "recomputing"))
+            way,
+            marks=[pytest.mark.slow]
+            * (way in ("large blocks", "swapping", "recomputing", "multi-step")),
         )
         for way in WAYS
     ],

@@ -142,6 +142,7 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_program_writes_the_map(tmp_path, tiny_folder):
     done = program(f"--model={tiny_folder}", "--executor=simulated", f"--output_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
