@@ -3,6 +3,7 @@
 import ast
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from experiments.lib import shipped
 from experiments.lib.shipped import ROOT
+from models import checkpoint
 
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)+\.\w+")
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
@@ -45,6 +47,9 @@ def inputs_hash(file: str | Path, flags: Mapping[str, Any]) -> str:
 
 
 def _inside(path: Path) -> list[Path]:
+    """The file, or the files of the folder, but for Python's; none for a text that is no path."""
+    if not os.path.exists(path):
+        return []
     return [each for each in (path, *path.rglob("*")) if each.is_file() and each.suffix != ".py"]
 
 
@@ -65,8 +70,7 @@ def _relative(path: Path) -> Path:
 
 @functools.cache
 def _content(path: Path, state: tuple[int, int]) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return checkpoint.files_hash([path])
 
 
 @functools.cache

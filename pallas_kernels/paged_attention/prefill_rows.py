@@ -15,9 +15,9 @@ from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, store
 from pallas_kernels.ragged import ALIGNMENT
 
 ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
-# Registers of a thread. A launch of 384 threads has 168 registers per thread. The
-# registers of two computing warpgroups and a fetching warpgroup must not exceed these, or one
-# warpgroup would wait for registers for ever.
+# Registers of a thread. A launch of 384 threads has 168 registers per thread. Two
+# computing warpgroups and a fetching warpgroup must not take more in all, or one of them would wait
+# for registers for ever.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 40
 FEW_TOKENS = 512  # Up to this number of queries, rows of a tile may stay unused.
 

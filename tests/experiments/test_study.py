@@ -299,7 +299,8 @@ def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not
         (tmp_path / name).write_text(text)
 
     def hashed(**flags) -> str:
-        given = {"problems": [str(tmp_path / "prompts.jsonl")], "steps": 3} | flags
+        named = [str(tmp_path / "prompts.jsonl"), "no path: " + "x" * 5000]
+        given = {"problems": named, "steps": 3} | flags
         return sources.inputs_hash(tmp_path / "a.py", given)
 
     changing = set()

@@ -108,8 +108,8 @@ class LServeHost(HostPolicy):
     def _resume(
         self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
     ) -> None:
-        """Share the window at the end of the cached prefix. Checkpoints will be made
-        at the prompt's end and at the end of its cached blocks, where there are none yet."""
+        """Share the window at the end of the cached prefix. Checkpoints will be made at the
+        prompt's end and at the end of its cached blocks, where there are none yet."""
         found = prefixes.find(sequence)
         if found.num_tokens:
             streaming.adopt(slot, found.num_tokens, found.end)
