@@ -176,11 +176,12 @@ def main(argv: list[str]) -> str | None:
         for target, op, spec, _ in jobs
         for peer in peers.of(op, spec, TARGETS[target].gpu)
     ]
+    # Each kernel has a process of its own, forked from one that has imported this module already.
+    processes = get_context("forkserver")
+    processes.set_forkserver_preload(["pallas_kernels.tools.compile"])
     reports: list[Report] = []
     others: list[peers.PeerReport] = []
-    with ProcessPoolExecutor(
-        arguments.processes, get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
+    with ProcessPoolExecutor(arguments.processes, processes, max_tasks_per_child=1) as pool:
         running: dict[Future, tuple[str, ...]] = {
             **{pool.submit(compile_one, *job): job for job in jobs},
             **{pool.submit(peers.compile_peer, *job): job for job in peer_jobs},
