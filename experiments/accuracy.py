@@ -43,6 +43,11 @@ Systems = Mapping[str, EngineConfig]
 # Compilation dominates small runs. With these flags a system compiles two programs: one for
 # prefills of 512 to 1,024 tokens, and one for decode steps.
 QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
+# Flags of the full scale for claims that the bundled model cannot judge, because nearly all of its
+# heads need all tokens.
+JUDGE = {
+    "model": "judge", "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,),
+}  # fmt: skip
 # (flags, rows) -> further pairs of systems to compare, besides each system with the first.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 
@@ -297,6 +302,7 @@ def study[F: AccuracyFlags](
     compare: Compare = lambda flags, rows: (),
     table: Callable[[F, Sequence[Any]], str] = table,
     paper: Mapping[str, float | tuple[float, float]] = MappingProxyType({}),
+    full: Mapping[str, Any] = MappingProxyType({}),
     size: tuple[float, float] = (11, 4.5), needs: str = "", command: str = "",
 ) -> Study[F, Any]:  # fmt: skip
     """A study of the accuracy of the systems of `make`, on a model smaller than the paper's.
@@ -307,6 +313,6 @@ def study[F: AccuracyFlags](
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
         setting=Setting(here, differs, "reduced"), flags=flags,
         measure=measure or measured(make, compare), values=values, paper=paper,
-        check=checked(make), draw=draw, table=table, quick=quick,
+        check=checked(make), draw=draw, table=table, quick=quick, full=full,
         minutes=minutes, size=size, needs=needs, command=command,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 python -m experiments.papers.diffkv.table1_accuracy_memory
 
-The bundled model answers the same prompts with each system:
+A model answers the same prompts with each system:
 
     16 bits       all keys and values
     DiffKV        each of --alphas
@@ -39,7 +39,7 @@ from experiments.papers.diffkv.comparison import (
     of_budget,
 )
 from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
-from experiments.papers.lserve.gates import BUNDLED_GATES
+from experiments.papers.lserve.gates import BUNDLED_GATES, JUDGE_GATES
 from experiments.study import Values
 
 TASKS = ("needle", "multikey", "chain", "values", "cot", "multikey_96", "values_24", "cot_32")
@@ -163,7 +163,7 @@ STUDY = accuracy.study(
     claim="0.3 points less at 19.3 to 36.7 % of the memory",
     rule="at most 0.40 of the memory, and the lower bound of the difference above -2 points",
     holds=lambda v: v["kv_memory_fraction"] <= MEMORY_GOAL and v["difference_low"] > GOAL,
-    here="the bundled model, eight tasks at 1,024 to 4,096 tokens",
+    here="the judge model, four tasks at 2,048 tokens",
     differs="the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B; KIVI and QAQ are missing",
     flags=MemoryFlags,
     compare=compare,
@@ -175,6 +175,12 @@ STUDY = accuracy.study(
         "tasks": ("multikey", "chain", "values", "cot"),
         "alphas": ("1/0", "1/0.02"),
         "quest_budget": 256,
+    },
+    full=accuracy.JUDGE
+    | {
+        "gates": JUDGE_GATES,
+        "three_levels": (),
+        "budgets": (0.5,),
     },
     minutes=(2.5, 240),
 )
