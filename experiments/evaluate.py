@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from tqdm import tqdm
 
@@ -163,11 +162,9 @@ def _shown(interval, digits: str) -> str:
 
 def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
     """Accuracy over context with its interval, a line for each task."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in rows if row.task != ALL]
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = run_record.new_figure(7, 4.5)
+    axes = figure.subplots()
     for task in dict.fromkeys(row.task for row in rows):
         mine = [row for row in rows if row.task == task]
         scores = np.array([(100 * r.score, 100 * r.low, 100 * r.high) for r in mine]).T
@@ -182,7 +179,6 @@ def plot(rows: Sequence[Accuracy], path: Path, footer: str) -> None:
     axes.legend(ncols=2)
     figure.supxlabel(footer, fontsize=7)
     run_record.save_figure(figure, path, dpi=150)
-    plt.close(figure)
 
 
 def summary(rows: Sequence[Accuracy]) -> dict[str, float]:

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import optimize
 
 from experiments.lib import layer_times, run_record
@@ -203,7 +202,7 @@ def table(rows: Sequence[Error], numbers: dict[str, float]) -> str:
 def plot(measured: Sequence[LayerTimes], on: Machine, by: Fitted, path: Path, title: str) -> None:
     """A layer's predicted and roofline time over its measured time, for each number of GPUs."""
     models = list(dict.fromkeys(times.model for times in measured))
-    figure = Figure(figsize=(5 * len(models), 3.6), layout="constrained")
+    figure = run_record.new_figure(5 * len(models), 3.6)
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         for i, times in enumerate(times for times in measured if times.model == model):
             order, colour = np.argsort(times.tokens), f"C{i}"

@@ -296,7 +296,7 @@ class Study[F: Flags, R]:
 
     def _plot(self, flags: F, rows: Sequence[R], path: Path, report: Mapping[str, Any]) -> None:
         assert self.draw
-        figure = Figure(figsize=self.size, layout="constrained")
+        figure = run_record.new_figure(*self.size)
         self.draw(flags, figure, rows)
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.lib import run_record
 from experiments.lib.report import COMPLETE
@@ -173,7 +172,7 @@ def plot(
     offered: times [n] in seconds -> rate of the arrival process, in requests/s.
     """
     times = np.array([sample.time_s for sample in samples])
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = run_record.new_figure(9, 8)
     rate, throughput, sets = figure.subplots(3, 1, sharex=True, height_ratios=[1, 1, 2])
     rate.plot(times, np.maximum(0, offered(times)), color="#2f6b9a")
     rate.set_ylabel("requests/s")

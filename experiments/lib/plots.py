@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from experiments.lib import report, run_record
 from paged.metrics import Metrics, RequestRecord, StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MEMORY_COLOURS = {
     "token states": "#2f6b9a",
@@ -39,9 +41,9 @@ def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) ->
     }
     figures = {}
     for name, drawing in draw.items():
-        figures[name] = Figure(figsize=(7, 4), layout="constrained")
+        figures[name] = run_record.new_figure(7, 4)
         drawing(figures[name].subplots())
-    figures["overview"] = overview = Figure(figsize=(12, 7.5), layout="constrained")
+    figures["overview"] = overview = run_record.new_figure(12, 7.5)
     for axes, drawing in zip(overview.subplots(2, 2).flat, draw.values()):
         drawing(axes)
     return run_record.write_all(
@@ -50,7 +52,7 @@ def save(metrics: Metrics, output_dir: str | Path, title: str, hardware: str) ->
     )
 
 
-def draw_kv_memory(axes: Axes, steps: Sequence[StepRecord]) -> None:
+def draw_kv_memory(axes: "Axes", steps: Sequence[StepRecord]) -> None:
     """Token slots over time, stacked by use (vLLM §3.1)."""
     steps = with_idle_time(steps)
     times = [step.time_s for step in steps]
@@ -78,7 +80,7 @@ def with_idle_time(steps: Sequence[StepRecord]) -> list[StepRecord]:
     return timeline
 
 
-def draw_queue(axes: Axes, steps: Sequence[StepRecord]) -> None:
+def draw_queue(axes: "Axes", steps: Sequence[StepRecord]) -> None:
     """Running and waiting requests over time."""
     steps = with_idle_time(steps)
     times = [step.time_s for step in steps]
@@ -88,7 +90,7 @@ def draw_queue(axes: Axes, steps: Sequence[StepRecord]) -> None:
     _label(axes, "Requests", "time (s)", "requests")
 
 
-def draw_latency(axes: Axes, records: Sequence[RequestRecord]) -> None:
+def draw_latency(axes: "Axes", records: Sequence[RequestRecord]) -> None:
     """Share of requests whose latency is at most x."""
     curves = {
         "first token": (report.ttft_s, "#2f6b9a"),
@@ -105,7 +107,7 @@ def draw_latency(axes: Axes, records: Sequence[RequestRecord]) -> None:
     _label(axes, "Latency", "ms", "share of requests")
 
 
-def draw_step_time(axes: Axes, steps: Sequence[StepRecord]) -> None:
+def draw_step_time(axes: "Axes", steps: Sequence[StepRecord]) -> None:
     """Host and device time of each step."""
     times = [step.time_s for step in steps]
     device, host = [1e3 * s.device_s for s in steps], [1e3 * s.host_s for s in steps]
@@ -116,7 +118,7 @@ def draw_step_time(axes: Axes, steps: Sequence[StepRecord]) -> None:
     _label(axes, "Time of each step", "time (s)", "ms")
 
 
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
+def _label(axes: "Axes", title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize="medium")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -134,14 +136,14 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
         )
 
 
-def _save(figure: Figure, path: Path, title: str, hardware: str) -> Path:
+def _save(figure: "Figure", path: Path, title: str, hardware: str) -> Path:
     figure.suptitle(title)
     figure.supxlabel(hardware, fontsize="x-small", color="#666666", x=0.01, ha="left")
     return run_record.save_figure(figure, path, dpi=150)
 
 
 def lines(
-    axes: Axes, rows: Sequence[Any], x: str, y: str, label: str, xlabel: str, ylabel: str
+    axes: "Axes", rows: Sequence[Any], x: str, y: str, label: str, xlabel: str, ylabel: str
 ) -> None:
     """Attribute `y` over attribute `x` of the rows, a line for each value of attribute `label`."""
     for value in dict.fromkeys(getattr(row, label) for row in rows):
@@ -152,7 +154,7 @@ def lines(
 
 
 def over_block_sizes(
-    axes: Axes, sizes: Sequence[int], curves: Mapping[str, Sequence[float]], ylabel: str
+    axes: "Axes", sizes: Sequence[int], curves: Mapping[str, Sequence[float]], ylabel: str
 ) -> None:
     """Curves over the block size in tokens, on a log2 axis as in vLLM's figures."""
     for name, values in curves.items():

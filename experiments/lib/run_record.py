@@ -141,6 +141,14 @@ def write_csv(output_dir: str | Path, name: str, rows: Sequence[Any]) -> Path:
     return write_whole(Path(output_dir) / name, text.getvalue())
 
 
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure. width, height: inches."""
+    # Importing it takes a second, which programs that refuse a flag need not spend.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def save_figure(figure: "Figure", path: str | Path, dpi: int) -> Path:
     """Write a figure as PNG; returns the path of the file."""
     png = io.BytesIO()

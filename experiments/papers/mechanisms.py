@@ -59,7 +59,7 @@ def study(
 
     def measure(_: Flags, run: Run) -> Iterator[Row]:
         for name in mechanisms:
-            picture = Figure(figsize=(8, 3.6), layout="constrained")
+            picture = run_record.new_figure(8, 3.6)
             made(name).draw(picture)
             picture.suptitle(titles[name], fontsize="medium")
             run_record.save_figure(picture, run.folder / f"{name}.png", dpi=130)

@@ -42,7 +42,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record
@@ -238,7 +237,7 @@ def summary(users: Users, samples: Sequence[Sample], steps: int, error: Exceptio
 
 def plot(samples: Sequence[Sample], path: Path, title: str, footer: str) -> None:
     """Resident memory, blocks and requests over time."""
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = run_record.new_figure(9, 7)
     memory, blocks, requests = figure.subplots(3, 1, sharex=True)
     minutes = [s.minutes for s in samples]
     memory.plot(minutes, [s.rss_mib or np.nan for s in samples], color="#2f6b9a")

@@ -176,9 +176,9 @@ def main(argv: list[str]) -> str | None:
         for target, op, spec, _ in jobs
         for peer in peers.of(op, spec, TARGETS[target].gpu)
     ]
-    # Each kernel has a process of its own, forked from one that has imported this module already.
+    # Each kernel has a process of its own, forked from one that has imported what takes seconds.
     processes = get_context("forkserver")
-    processes.set_forkserver_preload(["pallas_kernels.tools.compile"])
+    processes.set_forkserver_preload([hazards.__name__, peers.__name__, synchronization.__name__])
     reports: list[Report] = []
     others: list[peers.PeerReport] = []
     with ProcessPoolExecutor(arguments.processes, processes, max_tasks_per_child=1) as pool:

@@ -239,7 +239,7 @@ def measure(flags: GateFlags, run: Run) -> Iterator[Row]:
         return
     stored = {"weights_sha256": weights, "gates": np.round(gates, 4).tolist()}
     run_record.write_json(run.folder, "gates.json", stored)
-    figure = Figure(figsize=(4.5, 4), layout="constrained")
+    figure = run_record.new_figure(4.5, 4)
     draw_gates(figure.subplots(), gates)
     figure.colorbar(figure.axes[0].images[0])
     run_record.save_figure(figure, run.folder / "gates.png", dpi=130)

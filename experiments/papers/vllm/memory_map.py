@@ -191,7 +191,7 @@ def draw(
     """The map, with device blocks above and host blocks below."""
     of, blocks = colours(requests), len(snapshots[0].refcounts) - 1
     host_blocks = max((max(s.host) for s in snapshots if s.host), default=1)
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure = run_record.new_figure(11, 7.5)
     device, host = figure.subplots(
         2, 1, sharex=True, height_ratios=[blocks, max(host_blocks, blocks // 5)]
     )
