@@ -1,4 +1,4 @@
-"""Help texts of fields, and checks of values, for frozen dataclasses that users construct."""
+"""Help texts and bounds of fields, and checks of values, for frozen dataclasses of users."""
 
 import dataclasses
 import functools
@@ -13,9 +13,17 @@ SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may flush small
 LONGEST_SHOWN = 80  # characters of a refused value
 
 
-def described[T](default: T, help: str) -> T:
-    """A dataclass field with this default and a help text, for readers and users."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def described[T](
+    default: T, help: str, *, least: float | None = None, above: float | None = None,
+    most: float | None = None, below: float | None = None,
+) -> T:  # fmt: skip
+    """A dataclass field with this default and a help text, for readers and users.
+
+    least, above, most, below: bounds of a number, which `require_bounds` checks.
+    """
+    bounds = {"least": least, "above": above, "most": most, "below": below}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    return dataclasses.field(default=default, metadata={"help": help} | given)
 
 
 def help_of(dataclass) -> dict[str, str]:
@@ -104,6 +112,39 @@ def _described(kinds: tuple) -> str:
     )
     *before, last = (part for parts in named for part in parts)
     return f"{', '.join(before)} or {last}" if before else last
+
+
+def require_bounds(config) -> None:
+    """Raise ValueError for the first number of a dataclass outside the bounds of its field."""
+    for field in dataclasses.fields(config):
+        allowed = outside(field.metadata, value := getattr(config, field.name))
+        if allowed is not None:
+            raise refusal(field.name, allowed, value)
+
+
+def outside(bounds: Mapping[str, Any], value) -> str | None:
+    """The numbers that a field's metadata allows, in words, if `value` is another one; else None.
+    None is inside all bounds."""
+    least, above, most, below = map(bounds.get, ("least", "above", "most", "below"))
+    if value is None or (
+        (least is None or value >= least) and (above is None or value > above)
+        and (most is None or value <= most) and (below is None or value < below)
+    ):  # fmt: skip
+        return None
+    if least is not None and most is not None:
+        return f"from {least} to {most}"
+    words = {"at least": least, "above": above, "at most": most, "below": below}
+    return " and ".join(
+        f"{word} {_exponent(bound) if word == 'below' else bound}"
+        for word, bound in words.items()
+        if bound is not None
+    )
+
+
+def _exponent(bound: float) -> str:
+    """A large power of two as 2^31; another number as it is."""
+    power = int(bound).bit_length() - 1
+    return f"2^{power}" if power >= 15 and bound == 2**power else str(bound)
 
 
 def require(config, conditions: Mapping[str, tuple[bool, str]]) -> None:

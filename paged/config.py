@@ -29,24 +29,35 @@ class EngineConfig(CacheConfig):
     combination.
     """
 
-    max_num_seqs: int = described(32, "sequences that run at once")
+    max_num_seqs: int = described(32, "sequences that run at once", least=1, most=MAX_SEQUENCES)
     max_num_batched_tokens: int = described(
         0,
         f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs and what prompts "
         "need that come whole or in tiles",
+        least=0,
+        most=MAX_STEP_TOKENS,
     )
-    max_prefills_per_step: int = described(8, "prompts that are prefilled in one step")
-    max_model_len: int = described(2048, "longest sequence in tokens, prompt and output together")
+    max_prefills_per_step: int = described(
+        8, "prompts that are prefilled in one step", least=1, most=MAX_SEQUENCES
+    )
+    max_model_len: int = described(
+        2048, "longest sequence in tokens, prompt and output together", least=2, below=2**31
+    )
     chunked_prefill: bool = described(
         True,
         "whether a prompt may be split over steps; never by policies that need whole prompts, nor "
         "if a step holds the longest one, and no prefill tile of the policy beside other tokens",
     )
-    page_size: int = described(16, "tokens of a KV page")
+    page_size: int = described(16, "tokens of a KV page", least=1, below=2**31)
     kv_cache_tokens: int = described(
-        32_768, "memory of all KV pages: tokens of kv_dtype; in fewer bits as many bytes hold more"
+        32_768,
+        "memory of all KV pages: tokens of kv_dtype; in fewer bits as many bytes hold more",
+        least=1,
+        below=2**31,
     )
-    watermark: float = described(0.01, "share of KV blocks that admission leaves free")
+    watermark: float = described(
+        0.01, "share of KV blocks that admission leaves free", least=0, below=1
+    )
     policy: str = described("vllm", f"KV-cache policy: {NAMES}, a Policy in a module of yours")
     run_ahead: bool = described(
         True, "whether a step is dispatched before the last one's tokens are read"
@@ -55,6 +66,8 @@ class EngineConfig(CacheConfig):
         1,
         "tokens that a step without prompts computes for each sequence in one dispatch; ends are "
         "seen, and requests admitted, that much later",
+        least=1,
+        most=MAX_MULTI_STEP,
     )
     prefix_caching: bool = described(
         False, "whether full KV blocks are kept for later prompts that begin alike"
@@ -68,8 +81,10 @@ class EngineConfig(CacheConfig):
         "completed",
         "whether new requests wait until swapped ones 'completed' (vLLM §4.5) or only 'resumed'",
     )
-    tensor_parallel: int = described(1, "devices that share the model's heads and MLP")
-    seed: int = described(0, "seed of requests without a seed of their own")
+    tensor_parallel: int = described(
+        1, "devices that share the model's heads and MLP", least=1, below=2**31
+    )
+    seed: int = described(0, "seed of requests without a seed of their own", least=0, below=2**32)
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = described(
         "auto", "dtype of cached keys and values; 'auto' is the dtype that the model computes in"
     )
@@ -79,18 +94,33 @@ class EngineConfig(CacheConfig):
         "channel, 8-bit activations with a scale for each token. 'w4a8': 4-bit weights, which also "
         "have a scale and a zero point for each 128 inputs",
     )
-    adapter_slots: int = described(0, "LoRA adapters on the device at a time; 0 for none at all")
-    max_adapter_rank: int = described(64, "largest rank of an adapter")
+    adapter_slots: int = described(
+        0,
+        "LoRA adapters on the device at a time; 0 for none at all",
+        least=0,
+        most=MAX_ADAPTER_SLOTS,
+    )
+    max_adapter_rank: int = described(
+        64, "largest rank of an adapter", least=1, most=MAX_ADAPTER_RANK
+    )
     adapter_pages: int = described(
         0,
         f"pages of {PAGE_RANKS} ranks that the adapters on the device share; 0 for the most that "
         "adapter_slots can need",
+        least=0,
+        below=2**31,
     )
     adapter_host_bytes: int = described(
-        2**30, "bytes of adapters that the host's memory keeps, so that they need not be read again"
+        2**30,
+        "bytes of adapters that the host's memory keeps, so that they need not be read again",
+        least=0,
+        below=2**63,
     )
     max_overtakes: int = described(
-        32, "later requests that may start before one whose adapter is not on the device"
+        32,
+        "later requests that may start before one whose adapter is not on the device",
+        least=0,
+        below=2**31,
     )
     # An instance of the policy's own `options`, or its fields by name.
     policy_options: Any = None
@@ -150,32 +180,7 @@ class EngineConfig(CacheConfig):
             object.__setattr__(self, "chunked_prefill", False)
 
     def _check_ranges(self) -> None:
-        checks.require(self, {
-            "max_num_seqs": (1 <= self.max_num_seqs <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"),
-            "max_num_batched_tokens": (
-                0 <= self.max_num_batched_tokens <= MAX_STEP_TOKENS,
-                f"from 0 to {MAX_STEP_TOKENS}",
-            ),
-            "max_prefills_per_step": (
-                1 <= self.max_prefills_per_step <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"
-            ),
-            "max_model_len": (2 <= self.max_model_len < 2**31, "at least 2 and below 2^31"),
-            "page_size": (1 <= self.page_size < 2**31, "at least 1 and below 2^31"),
-            "kv_cache_tokens": (1 <= self.kv_cache_tokens < 2**31, "at least 1 and below 2^31"),
-            "watermark": (0 <= self.watermark < 1, "in [0, 1)"),
-            "multi_step": (1 <= self.multi_step <= MAX_MULTI_STEP, f"from 1 to {MAX_MULTI_STEP}"),
-            "tensor_parallel": (1 <= self.tensor_parallel < 2**31, "at least 1 and below 2^31"),
-            "seed": (0 <= self.seed < 2**32, "in [0, 2^32)"),
-            "adapter_slots": (
-                0 <= self.adapter_slots <= MAX_ADAPTER_SLOTS, f"from 0 to {MAX_ADAPTER_SLOTS}"
-            ),
-            "max_adapter_rank": (
-                1 <= self.max_adapter_rank <= MAX_ADAPTER_RANK, f"from 1 to {MAX_ADAPTER_RANK}"
-            ),
-            "adapter_pages": (0 <= self.adapter_pages < 2**31, "at least 0 and below 2^31"),
-            "adapter_host_bytes": (0 <= self.adapter_host_bytes < 2**63, "from 0 to 2^63 - 1"),
-            "max_overtakes": (0 <= self.max_overtakes < 2**31, "at least 0 and below 2^31"),
-        })  # fmt: skip
+        checks.require_bounds(self)
         if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from experiments.lib.engines import COMPILATION_CACHE, EXECUTORS
 from models import checkpoint
-from paged.checks import described, is_real, is_text, is_whole, make_plain, refusal
+from paged.checks import described, is_real, is_text, is_whole, make_plain, outside, refusal
 from pallas_kernels.paged_attention.api import DECODE, PREFILL
 
 IS_OF = {int: (is_whole, "whole numbers"), float: (is_real, "numbers"), str: (is_text, "texts")}
@@ -99,17 +99,9 @@ def flat(flags: Flags) -> dict[str, Any]:
 
 def _allowed(metadata: Any, value: Any) -> str | None:
     """The allowed values in words, if the value is not allowed; else None."""
-    tests = {
-        "least": ("at least", lambda bound: value >= bound),
-        "above": ("above", lambda bound: value > bound),
-        "most": ("at most", lambda bound: value <= bound),
-        "choices": ("one of", lambda choices: value in choices),
-    }
-    for name, (words, good) in tests.items():
-        if name in metadata and value is not None and not good(metadata[name]):
-            bound = metadata[name]
-            return f"{words} {', '.join(map(str, bound)) if name == 'choices' else bound}"
-    return None
+    if "choices" in metadata and value not in metadata["choices"]:
+        return f"one of {', '.join(map(str, metadata['choices']))}"
+    return outside(metadata, value)
 
 
 @dataclass(frozen=True)

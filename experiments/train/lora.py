@@ -52,35 +52,34 @@ CONTEXT, CONTEXTS = 256, (256, 512)  # prompt tokens: evaluations in training, l
 STOPPING_SEED, LAST_SEED = 0, 7
 WHICH = ("exact_match", "exact_match_without_adapter")
 WARM_UP = 20  # steps
-LEAST = {
-    "steps": 1, "learning_rate": 0, "length": 128, "batch_size": 1, "evaluate_every": 1,
-    "evaluation_prompts": 1, "enough": 0, "corpus_characters": 10_000, "seed": 0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of training, besides answer format and rank. Each field has a help text.
 
-    Raises ValueError for values of the wrong type, and for numbers below `LEAST`.
+    Raises ValueError for values of the wrong type, and for numbers out of bounds.
     """
 
-    steps: int = described(500, "at most, of each adapter")
-    learning_rate: float = described(4e-3, "of Adam, after the warm-up; then it falls to nothing")
-    length: int = described(256, "tokens of a training sequence")
-    batch_size: int = described(4, "sequences of a step")
-    evaluate_every: int = described(50, "steps between evaluations through the engine")
-    evaluation_prompts: int = described(
-        8, "of each task, in those; the last evaluation has twice as many, at each context"
+    steps: int = described(500, "at most, of each adapter", least=1)
+    learning_rate: float = described(
+        4e-3, "of Adam, after the warm-up; then it falls to nothing", least=0
     )
-    enough: float = described(1.0, "share of exact answers that ends the training; above 1: none")
-    corpus_characters: int = described(1_000_000, "of filler text")
-    seed: int = described(1, "of weights and data")
+    length: int = described(256, "tokens of a training sequence", least=128)
+    batch_size: int = described(4, "sequences of a step", least=1)
+    evaluate_every: int = described(50, "steps between evaluations through the engine", least=1)
+    evaluation_prompts: int = described(
+        8, "of each task, in those; the last evaluation has twice as many, at each context", least=1
+    )
+    enough: float = described(
+        1.0, "share of exact answers that ends the training; above 1: none", least=0
+    )
+    corpus_characters: int = described(1_000_000, "of filler text", least=10_000)
+    seed: int = described(1, "of weights and data", least=0)
 
     def __post_init__(self):
         checks.make_plain(self)
-        allowed = {name: (getattr(self, name) >= x, f"at least {x}") for name, x in LEAST.items()}
-        checks.require(self, allowed)
+        checks.require_bounds(self)
 
 
 @dataclass(frozen=True)

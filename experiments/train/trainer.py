@@ -37,40 +37,41 @@ CHECKPOINT = "checkpoint.npz"
 class Options:
     """All options of a training run, besides the model's configuration. Each field has a help text.
 
-    Raises ValueError for values of the wrong type and for negative numbers.
+    Raises ValueError for values of the wrong type and for numbers out of bounds.
     """
 
-    tokens: float = described(9.5e6, "budget")
+    tokens: float = described(9.5e6, "budget", least=0)
     lengths: str = described("0:128=1", "tokens seen:length=probability,...;...")
     mix: str = described("0:needles=1", "tokens seen:training task=probability,...;...")
-    batch_tokens: int = described(4096, "tokens of a step (half as many below length 256)")
-    muon_lr: float = described(0.02, "learning rate of matrices")
-    adam_lr: float = described(3e-3, "learning rate of all other parameters")
+    batch_tokens: int = described(4096, "tokens of a step (half as many below length 256)", least=0)
+    muon_lr: float = described(0.02, "learning rate of matrices", least=0)
+    adam_lr: float = described(3e-3, "learning rate of all other parameters", least=0)
     rates: str = described(
         "0:1;5e6:1;9.5e6:.02",
         "tokens seen:factor on both learning rates;..., with lines between these points",
     )
     max_position: int = described(
-        4352, "positions jump up to here, so that retrieval carries this far"
+        4352, "positions jump up to here, so that retrieval carries this far", least=0
     )
-    jump_from: float = described(3.4e6, "tokens seen when jumps begin")
+    jump_from: float = described(3.4e6, "tokens seen when jumps begin", least=0)
     qk_gain: float = described(
-        1.5, "initial gain of q's and k's norms: selective attention learns to copy early"
+        1.5, "initial gain of q's and k's norms: selective attention learns to copy early", least=0
     )
     filler_weight: float = described(
-        0.05, "weight of a filler token in the loss, four times that in stories; answers have 1"
+        0.05,
+        "weight of a filler token in the loss, four times that in stories; answers have 1",
+        least=0,
+        below=0.25,
     )
     grow_from: str = described(
         "", "a smaller model: first weights are grown from it (experiments/train/grow.py)"
     )
-    seed: int = described(1, "of weights and data")
-    corpus_characters: int = described(6_000_000, "of filler text")
+    seed: int = described(1, "of weights and data", least=0)
+    corpus_characters: int = described(6_000_000, "of filler text", least=0)
 
     def __post_init__(self):
         checks.make_plain(self)
-        numbers = {name: x for name, x in vars(self).items() if not isinstance(x, str)}
-        checks.require(self, {name: (x >= 0, "at least 0") for name, x in numbers.items()})
-        checks.require(self, {"filler_weight": (self.filler_weight < 0.25, "below 0.25")})
+        checks.require_bounds(self)
 
 
 def shares_at(schedule: str, tokens: int) -> dict[str, float]:

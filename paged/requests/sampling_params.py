@@ -25,25 +25,41 @@ class SamplingParams:
     Raises ValueError for values of the wrong type or outside their range.
     """
 
-    max_tokens: int = described(64, "tokens to generate at most")
+    max_tokens: int = described(64, "tokens to generate at most", least=1, below=2**31)
     temperature: float = described(0.0, "0 is greedy")
-    top_k: int = described(0, "sample among the k most probable tokens; 0 is off")
+    top_k: int = described(
+        0, "sample among the k most probable tokens; 0 is off", least=0, below=2**31
+    )
     top_p: float = described(
-        1.0, "sample among the most probable tokens of this total probability; 1 is off"
+        1.0,
+        "sample among the most probable tokens of this total probability; 1 is off",
+        above=0,
+        most=1,
     )
     min_p: float = described(
-        0.0, "leave out tokens less probable than this times the most probable one; 0 is off"
+        0.0,
+        "leave out tokens less probable than this times the most probable one; 0 is off",
+        least=0,
+        most=1,
     )
     repetition_penalty: float = described(
         1.0,
         "divides positive logits, and multiplies negative ones, of tokens that the prompt or the "
         "output holds; 1 is off",
+        least=0.01,
+        most=100,
     )
     presence_penalty: float = described(
-        0.0, "subtracted from the logits of tokens that the output holds; 0 is off"
+        0.0,
+        "subtracted from the logits of tokens that the output holds; 0 is off",
+        least=-2,
+        most=2,
     )
     frequency_penalty: float = described(
-        0.0, "subtracted from a token's logit for each time that the output holds it; 0 is off"
+        0.0,
+        "subtracted from a token's logit for each time that the output holds it; 0 is off",
+        least=-2,
+        most=2,
     )
     logit_bias: Mapping[int, float] = dataclasses.field(
         default_factory=dict, hash=False, metadata={"help": "token → what is added to its logit"}
@@ -52,6 +68,8 @@ class SamplingParams:
         None,
         "makes the request's tokens repeatable whatever else runs; None: the engine draws one, "
         "another for each request",
+        least=0,
+        below=2**32,
     )
     forced_output: tuple[int, ...] = dataclasses.field(
         default=(), metadata={"help": "tokens that the output begins with, whatever is sampled"}
@@ -65,21 +83,32 @@ class SamplingParams:
         None,
         "report the log-probability of each generated token, and of this many best alternatives "
         f"(0 to {MAX_LOGPROBS}); None: report nothing",
+        least=0,
+        most=MAX_LOGPROBS,
     )
     prompt_logprobs: int | None = described(
         None,
         "report the log-probability of each prompt token, and of this many best alternatives "
         f"(0 to {MAX_LOGPROBS}); None: report nothing",
+        least=0,
+        most=MAX_LOGPROBS,
     )
-    n: int = described(1, "sequences of each request: sampled ones, or the best of a beam search")
+    n: int = described(
+        1,
+        "sequences of each request: sampled ones, or the best of a beam search",
+        least=1,
+        most=MAX_SEQUENCES,
+    )
     best_of: int | None = described(
         None,
         "sequences to sample, of which the n with the highest cumulative log-probability are "
         "returned; None: n",
     )
-    beam_width: int = described(1, "beams of a search instead of sampling; 1 is off")
+    beam_width: int = described(
+        1, "beams of a search instead of sampling; 1 is off", least=1, most=MAX_LOGPROBS - 1
+    )
     length_penalty: float = described(
-        1.0, "exponent of a beam's length; above 0 it favours long outputs"
+        1.0, "exponent of a beam's length; above 0 it favours long outputs", least=-10, most=10
     )
     early_stopping: bool | Literal["never"] = described(
         False, "when a beam search ends: False, True or 'never', as in transformers"
@@ -88,32 +117,16 @@ class SamplingParams:
     def __post_init__(self):
         checks.make_plain(self)
         self._copy_collections()
-        most = (None, *range(MAX_LOGPROBS + 1))
+        checks.require_bounds(self)
         checks.require(self, {
-            "max_tokens": (1 <= self.max_tokens < 2**31, "at least 1 and below 2^31"),
             "temperature": (
                 self.temperature == 0 or self.temperature >= checks.SMALLEST,
                 f"0 (greedy) or at least {checks.SMALLEST:.3g}",
             ),
-            "top_k": (0 <= self.top_k < 2**31, "0 (off) or more, and below 2^31"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            "repetition_penalty": (
-                0.01 <= self.repetition_penalty <= 100,
-                "from 0.01 to 100; 1 is off",
-            ),
-            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2; 0 is off"),
-            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2; 0 is off"),
-            "seed": (self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2^32)"),
-            "logprobs": (self.logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
-            "prompt_logprobs": (self.prompt_logprobs in most, f"None or from 0 to {MAX_LOGPROBS}"),
-            "n": (1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}"),
             "best_of": (
                 self.best_of is None or self.n <= self.best_of <= MAX_SEQUENCES,
                 f"at least n ({self.n}) and at most {MAX_SEQUENCES}",
             ),
-            "beam_width": (1 <= self.beam_width < MAX_LOGPROBS, f"from 1 to {MAX_LOGPROBS - 1}"),
-            "length_penalty": (-10 <= self.length_penalty <= 10, "from -10 to 10"),
         })  # fmt: skip
         if self.is_beam_search:
             self._check_beam_search()

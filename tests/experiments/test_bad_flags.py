@@ -60,7 +60,7 @@ ENGINE = [
     ),
     ("--page_size=0", "page_size must be at least 1 and below 2^31, not 0"),
     ("--kv_cache_tokens=15", "kv_cache_tokens (15) must hold at least one page of 16 tokens"),
-    ("--watermark=1", "watermark must be in [0, 1), not 1.0"),
+    ("--watermark=1", "watermark must be at least 0 and below 1, not 1.0"),
     ("--watermark=nan", "watermark must be a finite number, not nan"),
     (
         "--nochunked_prefill --max_num_batched_tokens=512",
@@ -131,7 +131,7 @@ SERVE = [
     ("--length_divisor=0", "--length_divisor must be from 1 to 512, not 0"),
     ("--temperature=-1", "temperature must be 0 (greedy) or at least 1.18e-38, not -1.0"),
     ("--temperature=inf", "temperature must be a finite number, not inf"),
-    ("--top_k=-1", "top_k must be 0 (off) or more"),
+    ("--top_k=-1", "top_k must be at least 0"),
     ("--top_p=0", "top_p must be above 0 and at most 1, not 0.0"),
 ]
 EVALUATE = [
@@ -140,7 +140,7 @@ EVALUATE = [
     ("--contexts=12", "contexts are token counts from 256 to max_model_len (1024), not 12"),
     ("--contexts=256,many", "flag --contexts=256,many: invalid literal"),
     ("--contexts=512 --max_model_len=400", "from 256 to max_model_len (400), not 512"),
-    ("--num_prompts=0", "--num_prompts must be at least 1, not 0"),
+    ("--num_prompts=0", "--num_prompts must be from 1 to 10000, not 0"),
     ("--compare_with=/none", "/none: cannot be read: No such file"),
     (
         "--compare_with=pyproject.toml",

@@ -47,6 +47,7 @@ class Options(GatedOptions):
         1.0,
         "a token stays in high precision if its significance is at least alpha_h / (number of "
         "tokens)",
+        least=0,
     )
     alpha_l: float = described(
         0.02, "a token is dropped if its significance is below alpha_l / (number of tokens)"
@@ -64,12 +65,16 @@ class Options(GatedOptions):
         "of tokens)",
     )
     groups: int = described(
-        1, "scales of a token's keys, each for D / groups channels; its values have as many"
+        1,
+        "scales of a token's keys, each for D / groups channels; its values have as many",
+        least=1,
     )
     window: int = described(
         64,
         "last tokens of a sequence, which stay in the highest precision. Under h2o the window is "
         "half of the budget; under kivi it is the rest in 16 bits",
+        least=2,
+        below=2**31,
     )
     prompt_rule: Literal["paper", "repository", "h2o", "snapkv", "kivi"] = described(
         "paper",
@@ -86,30 +91,48 @@ class Options(GatedOptions):
         0,
         "tokens whose keys in low precision share a scale for each channel, as in KIVI (32 in its "
         "paper); `groups` is then of values alone. 0: scales are by token",
+        least=0,
+        below=2**31,
     )
     outliers: int = described(
         0,
         "elements of a token's keys, and as many of its values, that are kept in 16 bits (QAQ)",
+        least=0,
+        below=2**15,
     )
     budget: float = described(
         0.0,
         "tokens with the largest scores that a head keeps of a prompt, under h2o of a whole "
         "sequence; up to 1: a share of the tokens. 0: alpha decides. Above 0 alpha has no effect",
+        least=0,
     )
-    sink: int = described(128, "first tokens that streaming heads keep, in the highest precision")
-    local: int = described(256, "last tokens that streaming heads keep, in the highest precision")
+    sink: int = described(
+        128,
+        "first tokens that streaming heads keep, in the highest precision",
+        least=0,
+        below=2**30,
+    )
+    local: int = described(
+        256, "last tokens that streaming heads keep, in the highest precision", least=1, below=2**30
+    )
     read_pages: int = described(
         0, "pages that a generated token reads in each dense head, of all precisions; 0 for all"
     )
-    logical_page: int = described(16, "tokens whose keys share the extremes that select pages")
+    logical_page: int = described(
+        16, "tokens whose keys share the extremes that select pages", least=1, below=2**31
+    )
     prompt_tile: int = described(
         QUERY_TILE,
         "queries of a prompt whose scores are added at once: its chunks end at multiples of it",
+        least=1,
+        below=2**20,
     )
     pins: int = described(
         0,
         "prefixes that pin_prefix keeps as they are, each with room for max_model_len tokens; "
         "prompts go on from their whole tiles",
+        least=0,
+        below=2**15,
     )
     thresholds: Thresholds = field(
         default=(),
@@ -167,8 +190,8 @@ class Options(GatedOptions):
 
 def check_options(options: Options, model: ModelConfig | None) -> None:
     """Raises ValueError for options that cannot work, alone or with the model."""
+    checks.require_bounds(options)
     checks.require(options, {
-        "alpha_h": (options.alpha_h >= 0, "at least 0"),
         "alpha_l": (
             0 <= options.alpha_l <= options.alpha_h, f"from 0 to alpha_h ({options.alpha_h})"
         ),
@@ -176,23 +199,10 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
             not options.top or options.alpha_top >= options.alpha_h,
             f"at least alpha_h ({options.alpha_h})",
         ),
-        "groups": (options.groups >= 1, "at least 1"),
-        "key_group": (0 <= options.key_group < 2**31, "at least 0 and below 2^31"),
-        "outliers": (0 <= options.outliers < 2**15, "at least 0 and below 2^15"),
-        "budget": (options.budget >= 0, "at least 0"),
-        "window": (
-            2 <= options.window < 2**31, "at least 2, so that later tokens have scored, below 2^31"
-        ),
-        "sink": (0 <= options.sink < 2**30, "at least 0 and below 2^30"),
-        "local": (1 <= options.local < 2**30, "at least 1 and below 2^30"),
         "read_pages": (
             options.read_pages == 0 or MIN_SELECTED <= options.read_pages < 2**31,
             f"0, or at least {MIN_SELECTED} and below 2^31",
         ),
-        "logical_page": (1 <= options.logical_page < 2**31, "at least 1 and below 2^31"),
-        "prompt_tile": (1 <= options.prompt_tile < 2**20, "at least 1 and below 2^20"),
-        "pins": (0 <= options.pins < 2**15, "at least 0 and below 2^15"),
-        "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     by_budget = options.prompt_rule in ("h2o", "snapkv"), options.generation_rule in ("h2o", "keep")
     if options.budget and not by_budget[1]:

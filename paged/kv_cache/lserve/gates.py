@@ -85,6 +85,8 @@ class GatedOptions:
         None,
         f"share of KV heads that stream, those with the lowest gates; {PAPERS_SHARE} if gates are "
         "given, and refused without them",
+        least=0,
+        most=1,
     )
     gates: Gates = field(
         default=(),

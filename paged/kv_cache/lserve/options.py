@@ -23,8 +23,10 @@ class Options(GatedOptions):
     """
 
     budget: int = described(4096, "tokens that a query of a dense head reads, whole pages of them")
-    sparse_from: int = described(0, "context below which dense heads read all pages")
-    dense_layers: int = described(0, "first layers whose dense heads read all pages")
+    sparse_from: int = described(
+        0, "context below which dense heads read all pages", least=0, below=2**31
+    )
+    dense_layers: int = described(0, "first layers whose dense heads read all pages", least=0)
     reuse: int = described(4, "consecutive tokens that share a selection of pages")
     logical_page: int = described(16, "tokens whose keys share statistics")
     select_per: Literal["kv_head", "query_head"] = described(
@@ -55,6 +57,8 @@ class Options(GatedOptions):
         None,
         "windows of streaming heads, at the ends of prefixes, for which prefix_caching sets memory "
         "aside; max_num_seqs if not given. Others are kept while no sequence needs their memory",
+        least=0,
+        below=2**31,
     )
 
 
@@ -64,10 +68,9 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
     least = min(MIN_SELECTED * page_size, longest)
     pages = f"at least {MIN_SELECTED} pages of {page_size}"
     tile = options.minference_tile
+    checks.require_bounds(options)
     checks.require(options, {
         "budget": (options.budget >= least, pages),
-        "sparse_from": (0 <= options.sparse_from < 2**31, "at least 0 and below 2^31"),
-        "dense_layers": (options.dense_layers >= 0, "at least 0"),
         "reuse": (
             options.reuse >= 1 and page_size % options.reuse == 0,
             f"a divisor of page_size ({page_size}), or a new page would be missed",
@@ -90,8 +93,6 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
             not sparse or (tile >= 2 * page_size and tile % page_size == 0),
             f"whole pages of {page_size}, at least two",
         ),
-        "checkpoints": (0 <= (options.checkpoints or 0) < 2**31, "at least 0 and below 2^31"),
-        "streaming_share": (0 <= (options.streaming_share or 0) <= 1, "from 0 to 1"),
     })  # fmt: skip
     if model is None:
         return

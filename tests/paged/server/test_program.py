@@ -118,7 +118,7 @@ def test_bad_flags_are_told_before_the_weights_are_read():
         "--runners=2 --tensor_parallel=2": "--tensor_parallel: each engine of a cluster has one",
         "--max_pending=0": "max_pending must be at least 1, not 0",
         "--max_prompts=9 --max_pending=5": "max_prompts must be from 1 to max_pending (5), not 9",
-        "--drain_s=-1": "drain_s must be 0 or more",
+        "--drain_s=-1": "drain_s must be at least 0",
         "--api_keys=/no/keys": "/no/keys: No such file",
         "--api_keys=/dev/null": "--api_keys=/dev/null: the file is empty",
         "--chat_template=/no/template": "/no/template: No such file",
