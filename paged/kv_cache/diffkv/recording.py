@@ -64,11 +64,14 @@ class Recording:
         curves = []
         for kept in (prompt, generated):
             high, low = np.moveaxis(np.array(kept, float), -1, 0)
+            most = grid[2:, None, None] + ROUNDING
+            if not ((high >= 0) & (low >= 0) & (high + low <= most)).all():
+                raise ValueError("a head keeps from none to all tokens of a sequence")
             begin = np.stack([np.zeros_like(high[0]), np.full_like(high[0], W)])
             total = np.concatenate([begin, high + low])
             curves.append(np.stack([total, np.concatenate([0 * begin, low])], -1))
         grown = np.diff(curves[1], axis=0) / np.diff(grid)[:, None, None, None]
-        if (grown < 0).any() or (grown[..., 0] > 1 + ROUNDING).any() or (curves[0] < 0).any():
+        if (grown < 0).any() or (grown[..., 0] > 1 + ROUNDING).any():
             raise ValueError("tokens come one by one: a head's cannot grow by more, or get fewer")
         tokens = np.arange(grid[-1] + 1)
         after = np.clip(np.searchsorted(grid, tokens), 1, len(grid) - 1)

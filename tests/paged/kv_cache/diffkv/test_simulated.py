@@ -28,10 +28,14 @@ def curve() -> list:
     return [(np.array([WINDOW, 0]) + SHARES * (length - WINDOW)).tolist() for length in LENGTHS]
 
 
+def curves(**changed) -> list[dict]:
+    both = {"alpha_h": 1.0, "alpha_l": 0.02, "prompt": curve(), "generated": curve()}
+    return [both | changed]
+
+
 def recorded(tmp_path, **changed) -> str:
     options = {"window": WINDOW, "prompt_rule": "paper", "generation_rule": "paper"}
-    both = {"alpha_h": 1.0, "alpha_l": 0.02, "prompt": curve(), "generated": curve()}
-    content = {"lengths": LENGTHS, "options": options, "recorded": [both]} | changed
+    content = {"lengths": LENGTHS, "options": options, "recorded": curves()} | changed
     path = tmp_path / "recorded.json"
     path.write_text(json.dumps(content))
     return str(path)
@@ -116,7 +120,13 @@ def test_budgets_and_uniform_formats_keep_what_their_rules_say(options, prompt, 
         ({"recorded": []}, r"alpha_h and alpha_l are \[\], not \(1.0, 0.02\)"),
         ({"options": {"window": 32}}, "window is 32, not 64"),
         ({"lengths": [64, 256]}, r"ascend from above the window \(64\)"),
-        ({"lengths": [128, 130]}, "cannot grow by more"),
+        ({"lengths": [128, 130]}, "a head keeps from none to all tokens"),
+        ({"recorded": curves(prompt=np.full((2, 2, 2, 2), np.nan).tolist())}, "from none to all"),
+        ({"recorded": curves(prompt=np.full((2, 2, 2, 2), 65.0).tolist())}, "from none to all"),
+        (
+            {"recorded": curves(generated=[np.full((2, 2, 2), x).tolist() for x in (32, 128)])},
+            "cannot grow by more",
+        ),
     ],
 )
 def test_what_was_not_recorded_is_refused(tmp_path, changed, message):
