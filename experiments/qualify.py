@@ -153,12 +153,10 @@ def values(flags: QualifyFlags, rows: Sequence[Row]) -> Values:
 
 def numbers_of(gates: np.ndarray, spread: Spread, rows: Sequence[Row]) -> dict[str, float]:
     [whole] = accuracy.pooled(rows).values()
-    names = dict.fromkeys(row.task for row in rows if row.task != ALL)
-    # All contexts have equally many prompts.
-    scores = {task: np.mean([row.score for row in rows if row.task == task]) for task in names}
+    scores = by_task(rows)
     return {
         "accuracy_pooled": whole.score / 100,
-        "tasks": len(names),
+        "tasks": len(scores),
         "tasks_at_95": sum(bool(score >= RIGHT) for score in scores.values()),
         "kv_heads": gates.size,
         "local_head_share": float((gates < LOCAL_GATE).mean()),
@@ -167,11 +165,21 @@ def numbers_of(gates: np.ndarray, spread: Spread, rows: Sequence[Row]) -> dict[s
     }
 
 
+def by_task(rows: Sequence[Row]) -> dict[str, float]:
+    """Right answers of each task over all contexts, in percent."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.task != ALL:
+            found.setdefault(row.task, []).append(row)
+    return {
+        task: float(np.average([r.score for r in of], weights=[r.prompts for r in of]))
+        for task, of in found.items()
+    }
+
+
 def table(_: QualifyFlags, rows: Sequence[Row]) -> str:
     """Right answers in percent, a line for each task."""
-    names = dict.fromkeys(row.task for row in rows if row.task != ALL)
-    scores = {task: np.mean([row.score for row in rows if row.task == task]) for task in names}
-    return "\n".join(f"{task:10}{score:7.1f} % right" for task, score in scores.items())
+    return "\n".join(f"{task:10}{score:7.1f} % right" for task, score in by_task(rows).items())
 
 
 def draw(flags: QualifyFlags, figure: Figure, rows: Sequence[Row]) -> None:

@@ -19,10 +19,11 @@ core by default, each in its own process. Studies that depend on measured times 
 the others.
 
 summary.json in --output_dir holds numbers of studies: rows, with_result, at_setting, claims_held,
-not_run, wrong_setting, failed. A result that is not at the paper's setting (as with --scale=quick)
-is replaced by the committed result at the paper's setting, if there is one. If no studies are named
-and some are simulated, summary.json also has simulated_hour_s: CPU seconds to simulate an hour of
-vLLM's Fig. 12a with the simulator of these studies.
+not_run, wrong_setting, failed, stale. A result that is not at the paper's setting (as with
+--scale=quick) is replaced by the committed result at the paper's setting, if there is one; `stale`
+counts results of which code or input files have changed since. If no studies are named and some
+are simulated, summary.json also has simulated_hour_s: CPU seconds to simulate an hour of vLLM's
+Fig. 12a with the simulator of these studies.
 """
 
 import functools
@@ -110,7 +111,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     """A study's report.json; None if it is missing, incomplete or of another format."""
     try:
         report = json.loads((folder / "report.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return report if isinstance(report, dict) and report.keys() >= REPORT else None
 
@@ -154,11 +155,17 @@ def _versions() -> dict[str, str]:
 
 
 def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[str, int]:
-    """Numbers of rows, as in summary.json. of: (study, state, report) of each row."""
+    """Numbers of rows, as in summary.json. of: (study, state, report) of each row.
+
+    stale: rows whose counted report has other sources or inputs than the program has now.
+    """
     numbers = dict.fromkeys(
-        ("rows", "with_result", "at_setting", "claims_held", "not_run", "wrong_setting", "failed"),
+        (
+            "rows", "with_result", "at_setting", "claims_held", "not_run", "wrong_setting",
+            "failed", "stale",
+        ),
         0,
-    )
+    )  # fmt: skip
     for study, at, report in of:
         numbers["rows"] += 1
         has_result = report is not None and at not in (NONE, PARTIAL, STALE)
@@ -169,6 +176,7 @@ def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[st
             numbers["at_setting"] += report["at_setting"]
             numbers["claims_held"] += report["holds"] is True
             numbers["wrong_setting"] += study.setting.level == "wrong"
+            numbers["stale"] += not study.is_unchanged(report)
     return numbers
 
 
@@ -190,6 +198,8 @@ def table(of: Iterable[tuple[Study, str]]) -> str:
 def main(flags: ReproduceFlags, nowhere: None) -> int:
     folder = Path(flags.output_dir).absolute()
     with refusals():
+        if not flags.output_dir:
+            raise ValueError("--output_dir must name a folder, not ''")
         if not (flags.studies or flags.kind or flags.all or flags.stale or flags.list):
             raise ValueError(
                 "name studies or papers, or say --kind, --stale or --all; --list shows all"
@@ -216,9 +226,10 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
         else:
             todo.append(study)
     for ended in run_all(todo, flags.scale, folders, flags.jobs or os.cpu_count() or 1):
-        status = status or ended
         if ended > 128:  # a signal
+            status = ended
             break
+        status = status or ended
     of = found()
     numbers: dict[str, float] = dict(
         counts(

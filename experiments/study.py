@@ -16,14 +16,13 @@ until their sources change. So an interrupted run can be resumed.
 
 import dataclasses
 import hashlib
-import inspect
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -64,30 +63,31 @@ class Setting:
 
 class Run:
     """The context of a measurement, besides its flags. Rows are kept in its folder, by a hash of
-    the function, its case and its sources.
+    the function, its case and `made_by`.
 
     folder: the study's folder.
     shared: a folder shared by several studies; by default the study's own.
+    made_by: what rows depend on besides their case: hashes of sources and inputs, and versions.
     stopped: returns whether the measurement must end now; always False in other processes.
     """
 
-    def __init__(self, folder: Path, shared: Path | None = None):
-        self.folder, self.shared = folder, shared or folder
+    def __init__(self, folder: Path, shared: Path | None = None, made_by: object = None):
+        self.folder, self.shared, self.made_by = folder, shared or folder, made_by
         self.stopped: Callable[[], bool] = lambda: False
 
     def __reduce__(self):
-        return Run, (self.folder, self.shared)
+        return Run, (self.folder, self.shared, self.made_by)
 
     @property
     def kept(self) -> Path:
         return self.folder / KEPT
 
     def once[R](self, make: Callable[..., R], *case: Any) -> R:
-        """`make(*case)`, or the kept row of an equal case from an earlier run with equal sources.
+        """`make(*case)`, or the kept row of an equal case from an earlier run with equal `made_by`.
         `make` is annotated with the dataclass that it returns."""
         assert not getattr(make, "__closure__", None), "a case is all that its row depends on"
-        made_by = make.__qualname__, repr(case), sources_hash(inspect.getfile(make))
-        digest = hashlib.sha256("\n".join(made_by).encode()).hexdigest()
+        text = "\n".join((make.__module__, make.__qualname__, repr(case), repr(self.made_by)))
+        digest = hashlib.sha256(text.encode()).hexdigest()
         path = self.kept / f"{digest[:16]}.json"
         with suppress(OSError, ValueError, TypeError):  # the kept row is missing or incomplete
             return get_type_hints(make)["return"](**json.loads(path.read_bytes()))
@@ -98,9 +98,10 @@ class Run:
 
     def at_once[C, R](
         self, make: Callable[..., R], cases: Sequence[C], jobs: int, *first: Any
-    ) -> list[R]:
-        """`once(make, *first, case)` for all cases, in their order, in `jobs` processes."""
-        return in_processes(partial(self.once, make, *first), cases, jobs)
+    ) -> Iterator[R]:
+        """Yields `once(make, *first, case)` for all cases, in their order, in `jobs` processes,
+        until the run is stopped."""
+        return in_processes(partial(self.once, make, *first), cases, jobs, self.stopped)
 
     def forget(self) -> None:
         shutil.rmtree(self.kept, ignore_errors=True)
@@ -111,13 +112,31 @@ def jobs_flag() -> int:
     return flag(0, "processes that work at once; 0: one a core", least=0)
 
 
-def in_processes[T, R](work: Callable[[T], R], tasks: Sequence[T], jobs: int) -> list[R]:
-    """`work` of each task, in the tasks' order. jobs: the value of `jobs_flag`."""
+def in_processes[T, R](
+    work: Callable[[T], R], tasks: Sequence[T], jobs: int,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[R]:  # fmt: skip
+    """Yields `work` of each task, in the tasks' order, until `stopped` returns True.
+
+    jobs: the value of `jobs_flag`.
+    """
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     if jobs < 2:
-        return [work(task) for task in tasks]
+        for task in tasks:
+            if stopped():
+                return
+            yield work(task)
+        return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(work, tasks))
+        try:
+            for running in [pool.submit(work, task) for task in tasks]:
+                while not running.done():
+                    if stopped():
+                        return
+                    wait([running], timeout=1)
+                yield running.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -215,7 +234,9 @@ class Study[F: Flags, R]:
             self.check(flags)
         folder, began = Path(output_dir), time.perf_counter()
         rows: list[R] = []
-        run = Run(folder, shared)
+        made_by = self._made_by(flags)
+        hashes = {name: value for name, value in made_by.items() if name.endswith("sha256")}
+        run = Run(folder, shared, [hashes, made_by["versions"]])
         if not resume:
             run.forget()
 
@@ -231,7 +252,9 @@ class Study[F: Flags, R]:
         def write(cause: str | None) -> tuple[str, list[OSError]]:
             if cause and not rows:
                 return f"{self.name}: nothing was measured", []
-            report = self.report(flags, rows, cause, time.perf_counter() - began)
+            if cause and _is_complete(folder):
+                return f"{self.name}: ended early; the complete result of before stays", []
+            report = self.report(flags, rows, cause, time.perf_counter() - began, made_by)
             numbers = {v["name"]: v["here"] for v in report["values"] if v["here"] is not None}
             writers: list[Callable[[], Any]] = [
                 lambda: run_record.write_csv(folder, "rows.csv", rows),
@@ -241,21 +264,29 @@ class Study[F: Flags, R]:
             if self.draw and rows and not cause:
                 writers.append(lambda: self._plot(flags, rows, folder / "figure.png", report))
             failures = run_record.write_all(writers)
-            if not cause and self.kind != "simulated":  # so that another run measures again
+            measured = self.kind != "simulated"
+            if measured and not cause and not failures:  # so that another run measures again
                 run.forget()
             return self._told(flags, rows, report), failures
 
         return serving.serve_and_write(serve, write, f"({self.name}: files are in {folder}/)")
 
     def report(
-        self, flags: F, rows: Sequence[R], cause: str | None = None, seconds: float = 0.0
-    ) -> dict[str, Any]:
-        """The content of report.json. cause: why rows are missing; None if they are complete."""
+        self, flags: F, rows: Sequence[R], cause: str | None = None, seconds: float = 0.0,
+        made_by: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The content of report.json.
+
+        cause: why rows are missing; None if they are complete.
+        made_by: hashes and environment when the run began; None: those of now.
+        """
         values = {
             name: None if value is None or math.isnan(value) else value
             for name, value in ({} if cause else self.values(flags, rows)).items()
         }
-        holds = self._holds({name: value for name, value in values.items() if value is not None})
+        # A value 'NAME, CHANGE' of `experiments.lib.knobs` decides no claim.
+        deciding = {n: x for n, x in values.items() if x is not None and ", " not in n}
+        holds = self._holds(deciding)
         run = self.kind == "not run" and holds is not None
         return {
             "study": self.name, "title": self.title, "kind": "measured" if run else self.kind,
@@ -263,13 +294,16 @@ class Study[F: Flags, R]:
             "claim": self.claim, "rule": self.rule, "holds": holds,
             "values": [self._value(name, value) for name, value in values.items()],
             "tolerance": self.tolerance, "partial": cause, "rows": rows, "flags": flags,
-            "seconds": seconds, "command": self.command, **self._hashes(run_record.plain(flags)),
-            **run_record.describe_environment(),
+            "seconds": seconds, "command": self.command, **(made_by or self._made_by(flags)),
         }  # fmt: skip
 
     def _hashes(self, flags: Mapping[str, Any]) -> dict[str, str]:
         sources, inputs = sources_hash(self.file), inputs_hash(self.file, flags)
         return {"sources_sha256": sources, "inputs_sha256": inputs}
+
+    def _made_by(self, flags: F) -> dict[str, Any]:
+        """Hashes of sources and inputs, and the environment, as they are now."""
+        return self._hashes(run_record.plain(flags)) | run_record.describe_environment()
 
     def is_unchanged(self, report: Mapping[str, Any]) -> bool:
         """Whether the program's sources and input files are still those of the report's run."""
@@ -282,7 +316,7 @@ class Study[F: Flags, R]:
     def _holds(self, measured: Mapping[str, float]) -> bool | None:
         try:
             return bool(self.holds(measured)) if measured else None
-        except KeyError:  # a value that the rule needs was not measured
+        except (KeyError, ValueError):  # a value that the rule needs was not measured
             return None
 
     def _value(self, name: str, here: float | None) -> dict[str, Any]:
@@ -330,6 +364,14 @@ class Study[F: Flags, R]:
         if report["partial"]:
             lines.append(f"PARTIAL  {report['partial']}: {len(rows)} rows")
         return "\n".join(lines)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder has the report of a run that measured all rows."""
+    try:
+        return json.loads((folder / "report.json").read_bytes())["partial"] is None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def _as_given(value: Any) -> str:

@@ -64,6 +64,8 @@ class _Expressions:
         try:
             re.compile(pattern)  # Only to validate, as PEFT does: `re` has no timeout.
             counts = (map(int, re.findall(r"\d+", each)) for each in re.findall(r"{[\d,]+}", given))
+            if extended := re.search(r"{(?!\d*,?\d*})|\[\[:", pattern):
+                raise re.error(f"{extended[0]!r} means another thing to regex, which matches here")
             if math.prod(max([1, *pair]) for pair in counts) > MOST_REPEATS:
                 raise re.error(f"it repeats too much: at most {MOST_REPEATS} times in all")
             return regex.compile(pattern)

@@ -36,13 +36,16 @@ def sources_hash(root: Path = shipped.ROOT, names: Sequence[str] = SOURCES) -> s
     return code_hash(found)
 
 
-def made_by(model: str) -> dict[str, str]:
+def made_by(model: str) -> dict[str, Any]:
     """Hashes and versions that answers depend on beside flags and prompts."""
-    files = [find(model) / name for name in ("config.json", *TOKENIZER_FILES)]
+    names = (
+        "config.json", "generation_config.json", "tokenizer_config.json", *TOKENIZER_FILES
+    )  # fmt: skip
+    files = [path for name in names if (path := find(model) / name).is_file()]
     return {
-        "sources": sources_hash(), "jax": jax.__version__,
-        "weights": checkpoint.weights_hash(model),
-        "files": checkpoint.files_hash(path for path in files if path.is_file()),
+        "sources": sources_hash(), "backend": jax.default_backend(),
+        "versions": run_record.describe_environment()["versions"],
+        "weights": checkpoint.weights_hash(model), "files": checkpoint.files_hash(files),
     }  # fmt: skip
 
 

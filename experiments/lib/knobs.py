@@ -77,5 +77,5 @@ def _verdict(holds: Callable[[Mapping[str, float]], bool], found: Mapping[str, A
     """Whether the claim holds; None if a value that the rule needs is missing."""
     try:
         return bool(holds({name: value for name, value in found.items() if value is not None}))
-    except KeyError:
+    except (KeyError, ValueError):
         return None

@@ -81,12 +81,12 @@ def other_flags(output_dir: str | Path, flags: Any) -> str:
     """A message on the flags of the folder's report.json that differ from `flags`; empty without a
     report, or without a difference."""
     path = Path(output_dir) / "report.json"
-    if not path.exists():
+    if not path.is_file():
         return ""
     try:
         before, now = flat(json.loads(path.read_bytes())["flags"]), flat(plain(flags))
         names = sorted(before.keys() | now.keys())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "it has none"
     absent = "absent"
     differ = [
@@ -239,10 +239,15 @@ def check_memory(what: str, size: int) -> None:
 
 def _git_commit() -> str | None:
     """The commit of this checkout, with "-dirty" if tracked files are changed; None if unknown."""
-    here = str(Path(__file__).parent)
-    git = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
+
+    def told(*command: str) -> str:
+        # `git describe --dirty` would write the index, and leave it locked on a full disk.
+        git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent), *command]
         done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = told("status", "--porcelain", "--untracked-files=no")
+        return told("describe", "--always", "--abbrev=40") + "-dirty" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()

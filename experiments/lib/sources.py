@@ -31,16 +31,17 @@ def inputs_hash(file: str | Path, flags: Mapping[str, Any]) -> str:
     """SHA-256, in hex, of the names and content of a program's input files.
 
     These are INPUTS, the files whose paths are texts in the code of `file` and of the modules that
-    it imports, and the files, folders and shipped models that its flags name. A study's own results
-    are none of its inputs.
+    it imports, and the files, folders and shipped models that its flags name. The study's committed
+    results are none of its inputs, nor is the folder of compiled programs.
     """
     file = Path(file).resolve()
     texts = {text for path in _closure(file) for text in _texts(path, _state(path))}
     found = {path for name in INPUTS for path in _inside(ROOT / name)}
     found |= {ROOT / text for text in texts if (ROOT / text).is_file()}
-    for text in _flag_texts(flags.values()):
+    for text in _flag_texts(x for name, x in flags.items() if name != "compilation_cache"):
         found |= set(_inside(Path(shipped.found(text))) or _inside(ROOT / "models" / text))
-    own = {path for path in found if path.parent.name == file.stem}
+    results = ROOT / "experiments/results"
+    own = {p for p in found if p.parent.name == file.stem and p.is_relative_to(results)}
     contents = ((path, _content(path, _state(path))) for path in sorted(found - own))
     lines = "\n".join(f"{_relative(path)} {content}" for path, content in contents)
     return hashlib.sha256(lines.encode()).hexdigest()

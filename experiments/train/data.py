@@ -18,6 +18,8 @@ from experiments.tasks.tasks import (
 from experiments.train.build_tokenizer import BOS, EOS, Vocabulary
 
 PASSKEY = 32  # characters
+TASKS = "needles", "chain", "values", "count", "vote", "cot", "passkeys", "copy", "story"
+SHORTEST = 64  # tokens of a sequence that has room for every task
 
 
 def passkeys(rng, n: int, size: int) -> Problem:

@@ -28,7 +28,10 @@ def check(small: ModelConfig, large: ModelConfig) -> None:
     group = small.num_heads // small.num_kv_heads
     if large.num_heads != group * large.num_kv_heads:
         raise ValueError(f"num_heads must be {group} a KV head, as in the smaller model")
-    same = ("model_type", "vocab_size", "head_dim", "qk_norm", "qkv_bias", "tie_word_embeddings")
+    same = (
+        "model_type", "vocab_size", "head_dim", "qk_norm", "qkv_bias", "tie_word_embeddings",
+        "rope_theta", "rope_scaling", "norm_eps", "sliding_window",
+    )  # fmt: skip
     for name in same:
         if getattr(small, name) != getattr(large, name):
             raise ValueError(
@@ -72,9 +75,11 @@ def grow(p, small: ModelConfig, large: ModelConfig, random, key):
     silent = [
         each | {name: jnp.zeros_like(each[name]) for name in WRITES} for each in random["layers"]
     ]
+    # A tied head reads all copies of the last hidden states.
+    heard = copies if small.tie_word_embeddings else 1
     grown = {
         "embed": jnp.tile(p["embed"], (1, copies)),
-        "final_norm": jnp.tile(p["final_norm"], copies),
+        "final_norm": jnp.tile(p["final_norm"] / heard, copies),
         "layers": [
             each if number % depth else layer(p["layers"][number // depth], each)
             for number, each in enumerate(silent)

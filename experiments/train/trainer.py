@@ -6,8 +6,10 @@ the options and the step. So a run can be repeated, and a resumed run equals an 
 """
 
 import json
+import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -23,7 +25,7 @@ from tqdm import tqdm
 from experiments.tasks import tasks
 from experiments.train import build_tokenizer, grow, training_state
 from experiments.train.attention import batched_attend
-from experiments.train.data import Batch, TrainingData
+from experiments.train.data import SHORTEST, TASKS, Batch, TrainingData
 from models import checkpoint, llama, params
 from models.common import Adapters
 from models.config import ModelConfig
@@ -31,13 +33,15 @@ from paged import checks
 from paged.checks import described
 
 CHECKPOINT = "checkpoint.npz"
+# Options of first weights and data. A resumed run may change the others, such as its end.
+FIXED = "seed", "grow_from", "qk_gain", "corpus_characters"
 
 
 @dataclass(frozen=True)
 class Options:
     """All options of a training run, besides the model's configuration. Each field has a help text.
 
-    Raises ValueError for values of the wrong type and for numbers out of bounds.
+    Raises ValueError for values of the wrong type, numbers out of bounds and invalid schedules.
     """
 
     tokens: float = described(9.5e6, "budget", least=0)
@@ -67,11 +71,45 @@ class Options:
         "", "a smaller model: first weights are grown from it (experiments/train/grow.py)"
     )
     seed: int = described(1, "of weights and data", least=0)
-    corpus_characters: int = described(6_000_000, "of filler text", least=0)
+    corpus_characters: int = described(6_000_000, "of filler text", least=10_000)
 
     def __post_init__(self):
         checks.make_plain(self)
         checks.require_bounds(self)
+        for name, valid in (("lengths", _are_lengths), ("mix", _are_tasks), ("rates", _are_rates)):
+            if not _is_schedule(getattr(self, name), valid):
+                raise checks.refusal(name, "a schedule from token 0 on", getattr(self, name))
+
+
+def _is_schedule(text: str, valid: Callable[[str], bool]) -> bool:
+    """Whether `text` has stages 'tokens:value;...' of ascending tokens from 0 on, with values for
+    which `valid` returns True."""
+    try:
+        starts, stages = zip(*(stage.split(":") for stage in text.split(";")), strict=True)
+        tokens = [float(start) for start in starts]
+        return tokens[0] == 0 and tokens == sorted(tokens) and all(map(valid, stages))
+    except ValueError:
+        return False
+
+
+def _are_rates(value: str) -> bool:
+    return 0 <= float(value) < math.inf
+
+
+def _are_lengths(value: str) -> bool:
+    return _are_shares(value, lambda name: int(name) >= SHORTEST)
+
+
+def _are_tasks(value: str) -> bool:
+    return _are_shares(value, TASKS.__contains__)
+
+
+def _are_shares(value: str, is_name: Callable[[str], bool]) -> bool:
+    parts = [part.split("=") for part in value.split(",")]
+    shares = [float(share) for _, share in parts]
+    return (
+        all(is_name(name) for name, _ in parts) and min(shares) >= 0 and 0 < sum(shares) < math.inf
+    )
 
 
 def shares_at(schedule: str, tokens: int) -> dict[str, float]:
@@ -222,6 +260,13 @@ class Trainer:
         )
         self.step, self.tokens = meta["step"], meta["tokens"]
         self.log, self.seconds = meta["log"], meta["seconds"]
+        first: dict = next((row["options"] for row in self.log if "options" in row), {})
+        for name in FIXED:
+            before, now = first.get(name), getattr(self.options, name)
+            if name in first and before != now:
+                raise ValueError(
+                    f"the run in {self.folder} began with {name} {before!r}, not {now!r}"
+                )
 
     def _draw(self, step: int, tokens: int) -> Batch:
         lengths = shares_at(self.options.lengths, tokens)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ def save(path: Path, tree, meta: dict[str, Any]) -> None:
 
 
 def restore(path: Path, tree) -> tuple[Any, dict[str, Any]]:
-    """Load a file of `save`, as a pytree like `tree`. Raises ValueError if shapes differ."""
+    """Load a file of `save`, as a pytree like `tree`. Raises ValueError for another file, and if
+    shapes differ."""
     leaves, treedef = jax.tree.flatten(tree)
-    with np.load(path) as z:
-        meta = json.loads(str(z["meta"]))
-        shapes = [z[f"leaf{i}"].shape for i in range(len(z.files) - 1)]
-        if shapes != [x.shape for x in leaves]:
-            raise ValueError(f"the checkpoint in {path.parent} is of another model")
-        loaded = [jnp.asarray(z[f"leaf{i}"]) for i in range(len(leaves))]
-    return jax.tree.unflatten(treedef, loaded), meta
+    try:
+        with np.load(path) as z:
+            meta = json.loads(str(z["meta"]))
+            loaded = [z[f"leaf{i}"] for i in range(len(z.files) - 1)]
+    except (
+        OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile
+    ) as error:  # fmt: skip
+        raise ValueError(f"{path} is no checkpoint of a training run: {error}") from None
+    if [x.shape for x in loaded] != [x.shape for x in leaves]:
+        raise ValueError(f"the checkpoint in {path.parent} is of another model")
+    return jax.tree.unflatten(treedef, list(map(jnp.asarray, loaded))), meta

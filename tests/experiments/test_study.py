@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments import reproduce
-from experiments.lib import serving, sources
+from experiments.lib import run_record, serving, sources
 from experiments.lib.program import Refused
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Run, Setting, Study, Values, jobs_flag
@@ -164,11 +164,17 @@ def test_a_study_that_was_cut_has_what_it_had_and_goes_on(tmp_path, capsys):
     assert MADE == [1, 2, 3] * 3
 
 
-@pytest.mark.parametrize("changed", ["flags", "sources", "noresume", "torn"])
+@pytest.mark.parametrize("changed", ["flags", "sources", "inputs", "versions", "noresume", "torn"])
 def test_rows_are_kept_for_the_same_case_and_sources_only(tmp_path, monkeypatch, changed):
     replace(STUDY, measure=cut_after(2)).write(ToyFlags(), tmp_path)
     if changed == "sources":
         monkeypatch.setattr("experiments.study.sources_hash", lambda file: "other")
+    if changed == "inputs":
+        monkeypatch.setattr("experiments.study.inputs_hash", lambda file, flags: "other")
+    if changed == "versions":
+        now = run_record.describe_environment()
+        changed_now = now | {"versions": now["versions"] | {"numpy": "99.0"}}
+        monkeypatch.setattr(run_record, "describe_environment", lambda: changed_now)
     for kept in (tmp_path / "kept").iterdir() if changed == "torn" else ():
         kept.write_text(kept.read_text()[:-9])
     how = ToyFlags(scale=2.0) if changed == "flags" else ToyFlags()
@@ -191,10 +197,56 @@ def test_kept_numbers_are_those_that_were_measured(tmp_path):
 def test_rows_are_kept_by_a_copy_of_the_run_too(tmp_path):
     """As another process has one. In the order of the cases, with what comes before each."""
     run = Run(tmp_path)
-    rows = pickle.loads(pickle.dumps(run)).at_once(square, [3, 1, 2], 1, ToyFlags())
+    rows = list(pickle.loads(pickle.dumps(run)).at_once(square, [3, 1, 2], 1, ToyFlags()))
     assert [row.size for row in rows] == [3, 1, 2] == MADE
-    assert run.at_once(square, [2, 3], 1, ToyFlags()) == [rows[2], rows[0]]
+    assert list(run.at_once(square, [2, 3], 1, ToyFlags())) == [rows[2], rows[0]]
     assert MADE == [3, 1, 2]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_rows_made_at_once_end_when_the_run_is_stopped(tmp_path, jobs):
+    run, found = Run(tmp_path), []
+    for row in run.at_once(square, list(range(1, 50)), jobs, ToyFlags()):
+        found.append(row.size)
+        run.stopped = lambda: True
+        break
+    assert found == [1] and list(run.at_once(square, [8, 9], jobs, ToyFlags())) == []
+
+
+def test_an_interrupted_run_replaces_no_complete_result(tmp_path, capsys):
+    assert STUDY.write(ToyFlags(), tmp_path) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert replace(STUDY, measure=cut_after(2)).write(ToyFlags(), tmp_path) == 130
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+    assert "the complete result of before stays" in capsys.readouterr().out
+
+
+def test_a_result_is_of_the_code_with_which_its_run_began(tmp_path, monkeypatch):
+    def edited(flags: ToyFlags, run: Run) -> Iterator[Row]:
+        yield from measure(flags, run)
+        monkeypatch.setattr("experiments.study.sources_hash", lambda file: "edited meanwhile")
+
+    study = replace(STUDY, measure=edited)
+    assert study.write(ToyFlags(), tmp_path) == 0
+    assert report(tmp_path)["sources_sha256"] != "edited meanwhile"
+    assert not study.is_unchanged(report(tmp_path))
+
+
+def test_rows_stay_kept_if_the_result_cannot_be_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(run_record, "write_csv", full)
+    assert STUDY.write(ToyFlags(), tmp_path) == 1
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+
+
+def test_values_at_changed_constants_decide_no_claim():
+    study = replace(
+        STUDY, values=lambda flags, rows: {"first": 1.0, "largest, host +20 %": 9.0},
+        holds=lambda v: max(v.values()) > 5,
+    )  # fmt: skip
+    assert study.report(ToyFlags(), [Row(1, 1.0)])["holds"] is False
 
 
 def test_workers_that_end_by_the_same_signal_are_no_failure(capsys):
@@ -225,8 +277,8 @@ def test_a_failure_keeps_the_rows_and_an_earlier_result(tmp_path, capsys):
         ({"sizes": (0,)}, "--sizes must be whole numbers, each at least 1, not 0"),
         ({"sizes": (1.5,)}, "--sizes must be whole numbers, not"),
         ({"sizes": ()}, "--sizes must name at least one"),
-        ({"scale": 0.0}, "--scale must be above 0, not 0.0"),
-        ({"scale": 10.0}, "--scale must be at most 9"),
+        ({"scale": 0.0}, "--scale must be above 0 and at most 9, not 0.0"),
+        ({"scale": 10.0}, "--scale must be above 0 and at most 9"),
         ({"scale": float("nan")}, "scale must be a finite number, not nan"),
         ({"how": "well"}, "--how must be one of exact, rough, not 'well'"),
     ],
@@ -287,20 +339,21 @@ def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    code = 'import b\nHERE = "results/other/summary.json"\nSELF = "results/a/summary.json"\n'
+    code = 'import b\nHERE = "results/other/summary.json"\nSELF = "experiments/results/a/summary.json"\n'
     texts = {
         "a.py": code, "b.py": 'HERE = "data/times.csv"\n', "configs/x/config.json": "{}",
         "models/bundled/weights": "1", "models/judge/weights": "1", "data/times.csv": "1",
-        "data/unused.csv": "1", "results/other/summary.json": "1", "results/a/summary.json": "1",
-        "prompts.jsonl": "1",
+        "data/unused.csv": "1", "results/other/summary.json": "1", "a/prompts.jsonl": "1",
+        "experiments/results/a/summary.json": "1", "cache/program": "1",
     }  # fmt: skip
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
     def hashed(**flags) -> str:
-        named = [str(tmp_path / "prompts.jsonl"), "no path: " + "x" * 5000]
-        given = {"problems": named, "steps": 3} | flags
+        named = [str(tmp_path / "a/prompts.jsonl"), "no path: " + "x" * 5000]
+        given = {"problems": named, "steps": 3, "compilation_cache": str(tmp_path / "cache")}
+        given |= flags
         return sources.inputs_hash(tmp_path / "a.py", given)
 
     changing = set()
@@ -313,7 +366,7 @@ def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not
         assert hashed() == before
     assert changing == {
         "configs/x/config.json", "models/bundled/weights", "data/times.csv",
-        "results/other/summary.json", "prompts.jsonl",
+        "results/other/summary.json", "a/prompts.jsonl",
     }  # fmt: skip
 
 
@@ -327,12 +380,13 @@ def test_the_state_of_a_result(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("experiments.study.sources_hash", lambda file: "other")
     states.append(reproduce.state(STUDY, "quick", reproduce.read(tmp_path)))
+    (tmp_path / "report.json").unlink()
     replace(STUDY, measure=cut_after(1)).write(STUDY.at("quick"), tmp_path)
     states.append(reproduce.state(STUDY, "quick", reproduce.read(tmp_path)))
     assert states == ["no result", "holds", "stale", "stale", "partial"]
     assert numbers == {
         "rows": 2, "with_result": 1, "at_setting": 0, "claims_held": 1, "not_run": 0,
-        "wrong_setting": 0, "failed": 1,
+        "wrong_setting": 0, "failed": 1, "stale": 0,
     }  # fmt: skip
 
 

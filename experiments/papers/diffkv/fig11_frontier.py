@@ -42,7 +42,8 @@ class FrontierFlags(AccuracyFlags):
         """(alpha_h, alpha_l) as the paper varies them: one at a time, from the first of both."""
         first = self.alpha_h[0], self.alpha_l[0]
         more = [(high, first[1]) for high in self.alpha_h] + [(first[0], x) for x in self.alpha_l]
-        return list(dict.fromkeys([first, *more]))
+        # No token that high precision keeps is dropped.
+        return list(dict.fromkeys((high, min(high, low)) for high, low in [first, *more]))
 
 
 def families(flags: FrontierFlags) -> dict[str, list[str]]:

@@ -74,9 +74,9 @@ def causes(case: Case) -> dict[str, Case]:
 
 
 def measure(flags: BatchFlags, run: Run) -> Iterator[Batch]:
-    def batches(cases: Sequence[Case], changes: Sequence[str]) -> list[Batch]:
-        rows = run.at_once(opt.run, cases, flags.jobs)
-        return [Batch(**vars(row) | {"change": c}) for row, c in zip(rows, changes, strict=True)]
+    def batches(cases: Sequence[Case], changes: Sequence[str]) -> Iterator[Batch]:
+        for row, change in zip(run.at_once(opt.run, cases, flags.jobs), changes):
+            yield Batch(**vars(row) | {"change": change})
 
     for dataset in flags.datasets:
         oracle = Case(
@@ -84,10 +84,11 @@ def measure(flags: BatchFlags, run: Run) -> Iterator[Batch]:
             getattr(flags, f"{dataset}_s"), flags.seed, flags.host,
         )  # fmt: skip
         if not flags.sigma:
-            tried = batches(
-                [replace(oracle, sigma=sigma) for sigma in SIGMAS], [CALIBRATION] * len(SIGMAS)
-            )
+            of_sigmas = [replace(oracle, sigma=sigma) for sigma in SIGMAS]
+            tried = list(batches(of_sigmas, [CALIBRATION] * len(SIGMAS)))
             yield from tried
+            if run.stopped():
+                return
             oracle = replace(oracle, sigma=calibrate(tried, dataset))
         systems = [replace(oracle, policy=policy) for policy in PAPER[dataset]]
         yield from batches(systems, [""] * len(systems))

@@ -56,7 +56,7 @@ def changed(
 ) -> Iterator[Changed]:
     """Runs of pairs of a change and its case, by `Run.at_once`."""
     rows = run.at_once(make, [case for _, case in cases], jobs, *first)
-    for (change, _), row in zip(cases, rows, strict=True):
+    for (change, _), row in zip(cases, rows):  # fewer rows if the run is stopped
         yield Changed(**vars(row), change=change)
 
 
@@ -135,7 +135,7 @@ def measure(
         _panel, panels=panels, latency_s=flags.latency_s, varied=names if flags.knobs else (),
         run=run,
     )  # fmt: skip
-    for points in in_processes(work, list(panels), flags.jobs):
+    for points in in_processes(work, list(panels), flags.jobs, run.stopped):
         yield from points
 
 

@@ -16,17 +16,21 @@ LARGE = SMALL.replace(
 
 
 @pytest.mark.slow
-def test_a_grown_model_has_the_logits_of_the_smaller_one():
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_grown_model_has_the_logits_of_the_smaller_one(tied):
     key = jax.random.key(0)
     p = trainer.initialise(SMALL, key, 1.5)
     random = trainer.initialise(LARGE, jax.random.key(1), 1.5)
-    grown = grow.grow(p, SMALL, LARGE, random, jax.random.key(2))
+    if tied:
+        p, random = ({n: x for n, x in each.items() if n != "lm_head"} for each in (p, random))
+    small, large = (each.replace(tie_word_embeddings=tied) for each in (SMALL, LARGE))
+    grown = grow.grow(p, small, large, random, jax.random.key(2))
     assert jax.tree.map(jnp.shape, grown) == jax.tree.map(jnp.shape, random)
     tokens = jax.random.randint(key, (2, 24), 0, 61)
     positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
     predict = jax.jit(trainer.predict, static_argnums=1)
-    expected = predict(p, SMALL, tokens, positions)
-    given = predict(grown, LARGE, tokens, positions)
+    expected = predict(p, small, tokens, positions)
+    given = predict(grown, large, tokens, positions)
     np.testing.assert_allclose(given, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -38,6 +42,7 @@ def test_a_grown_model_has_the_logits_of_the_smaller_one():
         ({"num_kv_heads": 1, "num_heads": 2}, "num_kv_heads must be at least"),
         ({"num_heads": 5}, "num_heads must be 2 a KV head"),
         ({"head_dim": 16}, "head_dim must be the smaller model's 8, not 16"),
+        ({"rope_theta": 5e5}, "rope_theta must be the smaller model's 10000"),
     ],
 )
 def test_what_cannot_be_grown_is_refused(changes, words):

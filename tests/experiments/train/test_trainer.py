@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -76,6 +76,36 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         Trainer(CONFIG.replace(num_layers=1), OPTIONS, tmp_path)
 
 
+@pytest.mark.parametrize("changed", [{"seed": 2}, {"qk_gain": 2.0}, {"corpus_characters": 30_000}])
+def test_a_run_does_not_go_on_from_another_runs_beginning(tmp_path, changed):
+    began = Trainer(CONFIG, OPTIONS, tmp_path)
+    began.record(dict(step=0, tokens=0, options=asdict(OPTIONS)))
+    began.save()
+    Trainer(CONFIG, replace(OPTIONS, tokens=128, rates="0:.5"), tmp_path)
+    with pytest.raises(ValueError, match=f"began with {next(iter(changed))} .*, not"):
+        Trainer(CONFIG, replace(OPTIONS, **changed), tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04torn", b"{}", b"\x93NUMPY"])
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, content):
+    (tmp_path / trainer.CHECKPOINT).write_bytes(content)
+    with pytest.raises(ValueError, match="is no checkpoint of a training run"):
+        Trainer(CONFIG, OPTIONS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("lengths", "abc"), ("lengths", "5:128=1"), ("lengths", "0:128=0"), ("lengths", "0:8=1"),
+        ("lengths", "0:128=1;900:256=1;300:512=1"), ("mix", "0:foo=1"), ("mix", "0:needles=-1"),
+        ("mix", "0:needles"), ("rates", "abc"), ("rates", "1:2:3"), ("rates", "0:nan"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_be_followed_is_refused(name, schedule):
+    with pytest.raises(ValueError, match=f"{name} must be a schedule from token 0 on"):
+        replace(OPTIONS, **{name: schedule})
+
+
 def test_the_judge_has_64_kv_heads_and_schedules_that_hold(tmp_path):
     program = "from dataclasses import replace; from experiments.train import bundled; "
     program += "replace(bundled.PROGRAM, main=lambda flags, output: print(repr(flags))).run()"
@@ -103,7 +133,7 @@ def test_the_judge_has_64_kv_heads_and_schedules_that_hold(tmp_path):
 
 
 def test_initial_gains_and_the_weight_of_filler_are_those_of_the_options(tmp_path):
-    with pytest.raises(ValueError, match=r"filler_weight must be below 0\.25"):
+    with pytest.raises(ValueError, match=r"filler_weight must be at least 0 and below 0\.25"):
         replace(OPTIONS, filler_weight=0.25)
     options = replace(OPTIONS, mix="0:needles=1", qk_gain=2, filler_weight=0.125)
     new = Trainer(CONFIG, options, tmp_path)
