@@ -339,7 +339,8 @@ def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    code = 'import b\nHERE = "results/other/summary.json"\nSELF = "experiments/results/a/summary.json"\n'
+    own = "experiments/results/a/summary.json"
+    code = f'import b\nHERE = "results/other/summary.json"\nSELF = "{own}"\n'
     texts = {
         "a.py": code, "b.py": 'HERE = "data/times.csv"\n', "configs/x/config.json": "{}",
         "models/bundled/weights": "1", "models/judge/weights": "1", "data/times.csv": "1",
