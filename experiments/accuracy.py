@@ -10,6 +10,7 @@ generate answers and score them have changed.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -175,6 +176,9 @@ def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
         shards = Shards(model, config.tensor_parallel, dtype=flags.dtype)
         check_implementation(flags.attention_implementation, config, shards)
     tokenizer = load_tokenizer(flags.model)
+    for path in flags.problems:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"{path} must be a file that can be read twice, not a pipe or folder")
     if flags.problems:
         return read_problems(flags.problems, tokenizer, flags.output_tokens, flags.longest)
     chosen = evaluate.settings(flags.tasks, flags.contexts, next(iter(systems.values())))

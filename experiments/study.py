@@ -217,7 +217,9 @@ class Study[F: Flags, R]:
 
     @property
     def program(self) -> Program[F, StudyOutput]:
-        return Program(self._main, self.flags, StudyOutput(f"results/{self.name}"), FILES)
+        return Program(
+            self._main, self.flags, StudyOutput(f"results/{self.name}"), FILES, study=self.name
+        )
 
     def run(self) -> None:
         """Run the study as a program with the flags of the command line, and exit."""

@@ -76,6 +76,7 @@ class Program[F: Flags, O: Output | None]:
         is a folder there. Without --overwrite, a run never replaces a run with other flags.
     files: names of output files beside report.json and summary.json.
     error_status: exit status of every error, for programs where 1 has another meaning.
+    study: the study's name in its report.json; empty for a program that is no study.
     """
 
     main: Callable[[F, O], int | None]
@@ -83,6 +84,7 @@ class Program[F: Flags, O: Output | None]:
     output: O
     files: tuple[str, ...] = ()
     error_status: int = 1
+    study: str = ""
 
     def run(self) -> None:
         """Run the program with the flags of the command line, and exit."""
@@ -151,7 +153,8 @@ class Program[F: Flags, O: Output | None]:
         output = typed(type(self.output), values)
         if self.output.output_dir or output.output_dir:
             if not output.overwrite:
-                output = replace(output, output_dir=_free_folder(output.output_dir, given))
+                free = _free_folder(output.output_dir, given, self.study)
+                output = replace(output, output_dir=free)
             run_record.check_output_dir(output.output_dir, *self.files)
         return partial(self.main, given, output)
 
@@ -160,11 +163,11 @@ class Program[F: Flags, O: Output | None]:
         sys.exit(self.error_status)
 
 
-def _free_folder(output_dir: str, asked: Flags) -> str:
-    """The first of FOLDER, FOLDER-2, FOLDER-3, … that holds no run with other flags. Raises
-    ValueError if --output_dir sets a folder that holds a run with other flags."""
+def _free_folder(output_dir: str, asked: Flags, study: str) -> str:
+    """The first of FOLDER, FOLDER-2, FOLDER-3, … that holds no run with other flags or of another
+    study. Raises ValueError if --output_dir sets a folder that holds a run with other flags."""
     folder, number = output_dir, 1
-    while differs := run_record.other_flags(folder, asked):
+    while differs := run_record.other_flags(folder, asked, study):
         if not flags.FLAGS["output_dir"].using_default_value:
             raise ValueError(
                 f"{folder} holds a run with other flags ({differs}): name another --output_dir, or "

@@ -77,14 +77,17 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
     return path
 
 
-def other_flags(output_dir: str | Path, flags: Any) -> str:
-    """A message on the flags of the folder's report.json that differ from `flags`; empty without a
-    report, or without a difference."""
+def other_flags(output_dir: str | Path, flags: Any, study: str = "") -> str:
+    """A message on the flags of the folder's report.json that differ from `flags`, or on its study
+    if it is not `study`; empty without a report, or without a difference."""
     path = Path(output_dir) / "report.json"
     if not path.is_file():
         return ""
     try:
-        before, now = flat(json.loads(path.read_bytes())["flags"]), flat(plain(flags))
+        report = json.loads(path.read_bytes())
+        if study and report["study"] != study:
+            return f"it is of {report['study']}"
+        before, now = flat(report["flags"]), flat(plain(flags))
         names = sorted(before.keys() | now.keys())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "it has none"

@@ -18,8 +18,14 @@ SPREAD = qualify.Spread(
 )
 
 
-def _row(task: str, context: int, score: float) -> Row:
-    return Row("dense", "dense", task, context, 10, score, *(0.0,) * 11)
+def _row(task: str, context: int, score: float, prompts: int = 10) -> Row:
+    return Row("dense", "dense", task, context, prompts, score, *(0.0,) * 11)
+
+
+def test_a_task_is_scored_by_its_prompts_whatever_their_lengths():
+    """Files of problems have unequal numbers at each length."""
+    rows = [_row("mine", 256, 100, 99), _row("mine", 512, 0, 1), _row(ALL, 0, 99, 100)]
+    assert qualify.by_task(rows) == {"mine": 99}
 
 
 def test_numbers_and_goals():

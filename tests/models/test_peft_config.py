@@ -132,6 +132,8 @@ def test_layers_may_be_left_out(tmp_path):
         ({"rank_pattern": ["q_proj"]}, "rank_pattern must map names to numbers"),
         ({"alpha_pattern": {"*": 2}}, "alpha_pattern .*is no regular expression"),
         ({"rank_pattern": {"(?i)Q_PROJ": 2}}, "rank_pattern .*is no regular expression"),
+        ({"target_modules": ".*(?:q_prxj){e<=1}"}, "means another thing to regex"),
+        ({"target_modules": ".*[[:alpha:]]_proj"}, "means another thing to regex"),
         ({"target_modules": HUGE}, "repeats too much: at most 100000 times in all"),
         ({"target_modules": "q{99999999999999999999}"}, "is no regular expression: the repetition"),
         ({"target_modules": "q{" + 5000 * "9" + "}"}, "target_modules .*is no regular expression"),

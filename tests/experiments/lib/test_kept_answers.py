@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import signal
 from typing import Any
 
@@ -27,6 +28,15 @@ def _found() -> Evaluation:
     answers = [Answer("values", 256, i, float(i != 1), "1;", "1;", -0.1) for i in range(3)]
     held = {("values", 256): [Held(0.5, 0.25, 0.5)]}
     return Evaluation(answers, {answer.key: along for answer in answers}, held)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_answers_depend_on_the_models_files(tiny_folder, tmp_path, name):
+    shutil.copytree(tiny_folder, model := tmp_path / "model")
+    before = kept_answers.made_by(str(model))
+    assert kept_answers.made_by(str(model)) == before
+    (model / name).write_text("{}")
+    assert kept_answers.made_by(str(model)) != before
 
 
 def test_kept_answers_are_whole_or_none(tmp_path):

@@ -144,3 +144,18 @@ def test_a_folder_where_a_file_belongs_is_refused_before_any_work(tmp_path, name
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"cannot be written to: {name} is a folder there"):
         run_record.check_output_dir(tmp_path, "outputs.jsonl")
+
+
+def test_a_folder_holds_another_run_if_its_study_is_another(tmp_path):
+    run_record.write_json(tmp_path, "report.json", {"study": "vllm/a", "flags": {"seed": 0}})
+    assert run_record.other_flags(tmp_path, {"seed": 0}, "vllm/a") == ""
+    assert run_record.other_flags(tmp_path, {"seed": 0}, "vllm/b") == "it is of vllm/a"
+    (tmp_path / "report.json").write_text("[" * 200_000)
+    assert run_record.other_flags(tmp_path, {"seed": 0}) == "it has none"
+
+
+def test_the_commit_is_found_without_touching_the_index():
+    index = Path(run_record.__file__).parents[2] / ".git/index"
+    before = index.stat().st_mtime_ns if index.is_file() else None
+    assert run_record.describe_environment()["git_commit"] is not None or before is None
+    assert before is None or index.stat().st_mtime_ns == before

@@ -14,7 +14,7 @@ from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.kv_held import Held
 from experiments.lib.program import Refused
 from experiments.lib.reference import Distributions
-from experiments.papers.diffkv import equal_bytes
+from experiments.papers.diffkv import equal_bytes, fig11_frontier
 from experiments.papers.diffkv import fig08_key_value_formats as key_value_formats
 from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
 from experiments.papers.diffkv import fig10_thresholds as thresholds
@@ -119,6 +119,32 @@ def test_the_goal_and_baselines_at_no_less_memory():
     assert numbers["points_diffkv_over_k4v4"] == numbers["points_diffkv_over_h2o_0_5"] == 50
     found["DiffKV 1/0"] = found_with(right, 0.41)
     assert report()["holds"] is False
+
+
+def test_every_dynamic_budget_needs_a_static_one_of_no_less_memory():
+    flags = dynamic_sparsity.SparsityFlags(**FLAGS, alphas=(0.1, 1.0), budgets=(0.5,))
+    right, half = [True] * 10, [True, False] * 5
+    found = {"16 bits": found_with(right), "dynamic 0.1": found_with(right, 0.4)}
+    found |= {"dynamic 1": found_with(right, 0.3), "static 0.5": found_with(half, 0.5)}
+    found["static, SnapKV 0.5"] = found_with(half, 0.5)
+
+    def verdict() -> bool | None:
+        rows = rows_of(found)
+        for name, other in dynamic_sparsity.compare(flags, rows):
+            rows.append(accuracy.rows_of(name, found[name], other, found[other])[-1])
+        return dynamic_sparsity.STUDY.report(flags, rows)["holds"]
+
+    assert verdict() is True
+    found["dynamic 0.1"] = found_with(right, 0.6)
+    assert verdict() is None
+    found["dynamic 0.1"], found["static 0.5"] = found_with(half, 0.4), found_with(right, 0.5)
+    assert verdict() is False
+
+
+@pytest.mark.parametrize("scale", ["quick", "full"])
+def test_all_systems_of_the_frontier_are_valid(scale):
+    flags = fig11_frontier.STUDY.at(scale)
+    assert len(fig11_frontier.make_systems(flags)) > len(flags.points)
 
 
 def test_calibration_is_the_papers_procedure():
