@@ -203,7 +203,7 @@ def test_rows_are_kept_by_a_copy_of_the_run_too(tmp_path):
     assert MADE == [3, 1, 2]
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_made_at_once_end_when_the_run_is_stopped(tmp_path, jobs):
     run, found = Run(tmp_path), []
     for row in run.at_once(square, list(range(1, 50)), jobs, ToyFlags()):
