@@ -155,17 +155,11 @@ def _versions() -> dict[str, str]:
 
 
 def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[str, int]:
-    """Numbers of rows, as in summary.json. of: (study, state, report) of each row.
-
-    stale: rows whose counted report has other sources or inputs than the program has now.
-    """
+    """Numbers of rows, as in summary.json. of: (study, state, report) of each row."""
     numbers = dict.fromkeys(
-        (
-            "rows", "with_result", "at_setting", "claims_held", "not_run", "wrong_setting",
-            "failed", "stale",
-        ),
+        ("rows", "with_result", "at_setting", "claims_held", "not_run", "wrong_setting", "failed"),
         0,
-    )  # fmt: skip
+    )
     for study, at, report in of:
         numbers["rows"] += 1
         has_result = report is not None and at not in (NONE, PARTIAL, STALE)
@@ -176,7 +170,6 @@ def counts(of: Iterable[tuple[Study, str, Mapping[str, Any] | None]]) -> dict[st
             numbers["at_setting"] += report["at_setting"]
             numbers["claims_held"] += report["holds"] is True
             numbers["wrong_setting"] += study.setting.level == "wrong"
-            numbers["stale"] += not study.is_unchanged(report)
     return numbers
 
 
@@ -231,12 +224,12 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
             break
         status = status or ended
     of = found()
-    numbers: dict[str, float] = dict(
-        counts(
-            (study, at, report if report and report["at_setting"] else committed(study) or report)
-            for study, at, report in of
-        )
-    )
+    counted = [
+        (study, at, report if report and report["at_setting"] else committed(study) or report)
+        for study, at, report in of
+    ]
+    numbers: dict[str, float] = dict(counts(counted))
+    numbers["stale"] = sum(not s.is_unchanged(report) for s, _, report in counted if report)
     if status <= 128 and not flags.studies and any(s.kind == "simulated" for s in wanted):
         numbers["simulated_hour_s"] = opt.hour_s()
     run_record.write_json(folder, "summary.json", numbers)
