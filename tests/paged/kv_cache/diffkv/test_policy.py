@@ -255,7 +255,7 @@ def test_bounds_are_of_the_shard_with_the_fewest_streaming_heads():
             {"policy_options": {"top": "auto", "budget": 0.5, "generation_rule": "keep"}},
             r"keeps tokens in high precision: top \(auto\) has no meaning",
         ),
-        ({"policy_options": {"window": 1}}, "window must be at least 2, so that later tokens"),
+        ({"policy_options": {"window": 1}}, "window must be at least 2 and below 2\\^31"),
         ({"policy_options": {"high": "INT8"}}, "a page format is named K8V4, .* not 'INT8'"),
         ({"policy_options": {"low": "K4V3"}}, "bits must be one of"),
         ({"policy_options": {"groups": 0}}, "groups must be at least 1"),
