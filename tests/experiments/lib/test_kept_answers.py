@@ -114,7 +114,8 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
 
         monkeypatch.setattr(kept_answers, "keep", keep_and_interrupt)
         kept.clear()
-        (tmp_path / "rows.csv").unlink(missing_ok=True)
+        for name in ("rows.csv", "report.json"):  # an interrupted run replaces no complete result
+            (tmp_path / name).unlink(missing_ok=True)
         status = study.write(flags, tmp_path)
         systems = []
         if (tmp_path / "rows.csv").exists():
