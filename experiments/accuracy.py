@@ -5,8 +5,8 @@ answers, by the log-probability of the reference answers, and by the divergence 
 next-token distributions from the first system's, along the reference answers.
 
 A study takes long, so answers are kept in its folder (`lib/kept_answers.py`). A later run in that
-folder reuses an answer unless its inputs, JAX's version, or the sources that make prompts,
-generate answers and score them have changed.
+folder reuses an answer unless its inputs, the packages' versions, JAX's backend, or the sources
+that make prompts, generate answers and score them have changed.
 """
 
 import dataclasses

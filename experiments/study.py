@@ -237,8 +237,8 @@ class Study[F: Flags, R]:
         folder, began = Path(output_dir), time.perf_counter()
         rows: list[R] = []
         made_by = self._made_by(flags)
-        hashes = {name: value for name, value in made_by.items() if name.endswith("sha256")}
-        run = Run(folder, shared, [hashes, made_by["versions"]])
+        depended = "sources_sha256", "inputs_sha256", "versions"
+        run = Run(folder, shared, [made_by[name] for name in depended])
         if not resume:
             run.forget()
 

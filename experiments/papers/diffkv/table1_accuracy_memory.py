@@ -176,12 +176,7 @@ STUDY = accuracy.study(
         "alphas": ("1/0", "1/0.02"),
         "quest_budget": 256,
     },
-    full=accuracy.JUDGE
-    | {
-        "gates": JUDGE_GATES,
-        "three_levels": (),
-        "budgets": (0.5,),
-    },
+    full=accuracy.JUDGE | {"gates": JUDGE_GATES, "three_levels": (), "budgets": (0.5,)},
     minutes=(2.5, 240),
 )
 
