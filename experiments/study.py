@@ -318,7 +318,8 @@ class Study[F: Flags, R]:
     def _holds(self, measured: Mapping[str, float]) -> bool | None:
         try:
             return bool(self.holds(measured)) if measured else None
-        except (KeyError, ValueError):  # a value that the rule needs was not measured
+        # A value that the rule needs was not measured, or none of those of which it takes the least.
+        except (KeyError, ValueError):
             return None
 
     def _value(self, name: str, here: float | None) -> dict[str, Any]:
