@@ -318,7 +318,7 @@ class Study[F: Flags, R]:
     def _holds(self, measured: Mapping[str, float]) -> bool | None:
         try:
             return bool(self.holds(measured)) if measured else None
-        # A value that the rule needs was not measured, or none of those of which it takes the least.
+        # A value that the rule needs was not measured, or none of several.
         except (KeyError, ValueError):
             return None
 
