@@ -178,9 +178,12 @@ class DecodeRuns:
             return None
         return cls(config, scheduler, cast(RunningExecutor, executor), eos_token_ids)
 
-    def next(self, flight: InFlight, until_s: float, previous_end_s: float) -> Run | None:
-        """A run of the steps that begin before `until_s`, at least one; None if the scheduler must
-        decide. flight: the step in flight. previous_end_s: the end of the step before it."""
+    def next(
+        self, flight: InFlight, until_s: float, max_steps: int, previous_end_s: float
+    ) -> Run | None:
+        """A run of the steps that begin before `until_s`, at least one and at most `max_steps`;
+        None if the scheduler must decide. flight: the step in flight. previous_end_s: the end of
+        the step before it."""
         rows = self._rows(flight) if self._can_grow() else None
         if rows is None:
             return None
@@ -188,7 +191,7 @@ class DecodeRuns:
         certain = self._certain(flight, slots, until_s, previous_end_s)
         if certain is None:
             return None
-        most = certain.steps if same else 1
+        most = min(max_steps, certain.steps) if same else 1
         usages = self._grow(flight.number + 1, slots, certain.lengths, most)
         if not usages:
             return None
@@ -329,7 +332,7 @@ class DecodeRuns:
             "preemptions": 0,
         }
         facts = [flight.facts, *(facts_of_all | memory_facts(usage) for usage in usages)]
-        times = ends.tolist()
+        times = ends[: steps + 1].tolist()
         starts = [max(flight.dispatched_s, previous_end_s), *times]
         records = [
             StepRecord(flight.number + i, times[i], flight.host_s if i == 0 else 0.0,

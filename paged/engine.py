@@ -9,6 +9,7 @@ from models.config import ModelConfig
 from paged.adapters.known import KnownAdapters
 from paged.arrivals import Arrivals
 from paged.config import EngineConfig
+from paged.decode_runs import LONGEST
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor, Executor
 from paged.device.step import StepProgram
@@ -231,16 +232,16 @@ class Engine:
         return self.requests.take()
 
     @exclusive
-    def run_until(self, until_s: float) -> list[RequestOutput]:
-        """See `step`. In simulated time one call may execute a whole run of decode steps that begin
-        before `until_s` (`paged.decode_runs`). Results are the same, but the event log lacks these
-        steps."""
-        self._advance(until_s)
+    def run_until(self, until_s: float, max_steps: int = LONGEST) -> list[RequestOutput]:
+        """See `step`. In simulated time one call may execute a run of up to `max_steps` decode
+        steps that begin before `until_s` (`paged.decode_runs`). Results are the same, but the event
+        log lacks these steps."""
+        self._advance(until_s, max_steps)
         return self.requests.take()
 
-    def _advance(self, until_s: float | None = None) -> None:
+    def _advance(self, until_s: float | None = None, max_steps: int = LONGEST) -> None:
         self._half_done = True
-        self.loop.run_step(until_s)
+        self.loop.run_step(until_s, max_steps)
         self._half_done = False
 
     @exclusive

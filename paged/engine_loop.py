@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from paged.adapters.loads import AdapterLoads
 from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
-from paged.decode_runs import Ahead, DecodeRuns
+from paged.decode_runs import LONGEST, Ahead, DecodeRuns
 from paged.device.batch_builder import build_step_inputs
 from paged.device.buckets import Buckets
 from paged.device.executor import Executor, ReportingExecutor
@@ -89,11 +89,11 @@ class EngineLoop:
         """Whether the outputs of a dispatched step have not been applied yet."""
         return self._in_flight is not None
 
-    def run_step(self, until_s: float | None = None) -> None:
+    def run_step(self, until_s: float | None = None, max_steps: int = LONGEST) -> None:
         """Dispatch the next step, if there is anything to compute, and apply the previous step's
-        outputs. until_s: if possible, run several decode steps that begin before this time
-        (`DecodeRuns`)."""
-        if until_s is not None and self._skip(until_s):
+        outputs. until_s: if possible, run up to `max_steps` decode steps that begin before this
+        time (`DecodeRuns`)."""
+        if until_s is not None and self._skip(until_s, max_steps):
             return
         began, self._waited_s = time.perf_counter(), 0.0
         changed = False
@@ -127,11 +127,11 @@ class EngineLoop:
         if self._in_flight:
             self._in_flight.host_s = time.perf_counter() - began - self._waited_s
 
-    def _skip(self, until_s: float) -> bool:
+    def _skip(self, until_s: float, max_steps: int) -> bool:
         """Execute a run of decode steps, if possible. Returns whether a run was executed."""
         run = None
         if self._runs and self._in_flight:
-            run = self._runs.next(self._in_flight, until_s, self._previous_end_s)
+            run = self._runs.next(self._in_flight, until_s, max_steps, self._previous_end_s)
         if run:
             self.round += run.steps
             self._num_steps += run.steps

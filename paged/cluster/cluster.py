@@ -254,17 +254,18 @@ class Cluster:
             self._end(job, output)
 
     def _grown(self, event: Grown) -> None:
-        now = self._now()
+        now, jobs, num_tokens = self._now(), self.jobs, 0
         for request_id, attempt, start, tokens in event.requests:
-            job = self.jobs.get(request_id)
+            job = jobs.get(request_id)
             if job is None or job.attempt != attempt:
                 continue
             known = job.known[0].tokens
             assert len(known) == start, "a token is lost or repeated"
             known += tokens
-            self.num_tokens += len(tokens)
+            num_tokens += len(tokens)
             if job.first_token_s is None:
                 job.first_token_s = now
+        self.num_tokens += num_tokens
 
     def _status(self, gpu: Gpu, status: Status) -> None:
         gpu.free_tokens = status.free_tokens

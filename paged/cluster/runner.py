@@ -1,6 +1,7 @@
 """A runner: one engine behind an inbox, called from one thread (Punica §6)."""
 
 import contextlib
+import math
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,14 +32,15 @@ class Runner(Protocol):
         ...
 
 
-@dataclass
+@dataclass(slots=True)
 class _Attempt:
     """An attempt at a request.
 
     sent: output tokens reported so far, by sequence.
     ended: whether the end has been reported, by sequence.
-    plain: the only sequence of a request that reports nothing but tokens; None for other requests.
     grows: whether every token is reported; otherwise only the first tokens and the end.
+    plain: the only sequence of a request that reports every token and nothing else; None for other
+        requests.
     """
 
     request: ClusterRequest
@@ -46,8 +48,8 @@ class _Attempt:
     group: SequenceGroup
     sent: list[int]
     ended: list[bool]
+    grows: bool
     plain: Sequence | None
-    grows: bool = True
 
 
 class EngineRunner:
@@ -111,12 +113,15 @@ class EngineRunner:
     def has_work(self) -> bool:
         return self.engine.has_unfinished() or not self._inbox.empty()
 
-    def step(self) -> list[Event]:
+    def step(self, logged: bool = True) -> list[Event]:
         """Empty the inbox, and run a step if there is work. Returns the new events; the status, if
-        any, is the last."""
+        any, is the last. logged: whether the engine's event log must have the step; in simulated
+        time a step without it may be quicker."""
         while not self._inbox.empty():
             self._take(self._inbox.get())
-        return self._told(self.engine.step() if self.engine.has_unfinished() else [])
+        if not self.engine.has_unfinished():
+            return self._told([])
+        return self._told(self.engine.step() if logged else self.engine.run_until(math.inf, 1))
 
     def ahead(self) -> Ahead | None:
         """The next steps that only decode, provided that the inbox stays empty. None if the inbox
@@ -144,17 +149,17 @@ class EngineRunner:
         known, newest = slots.known.tolist(), slots.newest().tolist()
         grown: list[tuple[str, int, int, list[int]]] = []
         for request_id, attempt in list(self._attempts.items()):
-            output, plain = ended.get(request_id), attempt.plain
-            if plain is not None and output is None and plain.slot >= 0 and attempt.grows:
+            plain = attempt.plain
+            if plain is not None and (slot := plain.slot) >= 0 and request_id not in ended:
                 # A fast path for by far the most frequent case: one more token of a request.
-                first, start = plain.group.num_prompt_tokens, attempt.sent[0]
-                count = known[plain.slot] - first
+                start = attempt.sent[0]
+                count = known[slot] - plain.group.num_prompt_tokens
                 if count > start:
-                    one = count == start + 1
-                    tokens = [newest[plain.slot]] if one else self._tokens(plain, start)
+                    tokens = [newest[slot]] if count == start + 1 else self._tokens(plain, start)
                     attempt.sent[0] = count
                     grown.append((request_id, attempt.number, start, tokens))
                 continue
+            output = ended.get(request_id)
             told_enough = not attempt.grows and any(attempt.sent)
             if output is None and (told_enough or attempt.group.first_token_s is None):
                 continue
@@ -199,9 +204,10 @@ class EngineRunner:
         ended = [sequence.finish_reason is not None for sequence in group.sequences]
         how = group.sampling
         tells_more = how.is_beam_search or how.ranks or how.logprobs is not None
-        plain = None if tells_more or len(group.sequences) > 1 else group.sequences[0]
+        is_plain = grows and not tells_more and len(group.sequences) == 1
+        plain = group.sequences[0] if is_plain else None
         self._attempts[request.request_id] = _Attempt(
-            request, attempt, group, sent, ended, plain, grows
+            request, attempt, group, sent, ended, grows, plain
         )
         self._working_set = None
 

@@ -160,5 +160,5 @@ class SimulatedCluster:
         clock = engine.executor.clock
         assert isinstance(clock, VirtualClock), "the engine's time is not simulated"
         clock.wait_until(self.now)
-        events = runner.step()
+        events = runner.step(logged=not self._skip)
         return clock.now(), events

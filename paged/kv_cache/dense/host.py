@@ -177,9 +177,8 @@ class DenseHost(BlockHost):
 
     def free_ahead(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
         """See `paged.decode_runs.SteadyHost`."""
-        return (
-            self.usage().free - self._grown(slots, num_tokens, most) * self.block_tables.page_size
-        )
+        grown = self._grown(slots, num_tokens, most)
+        return (self.pool.num_free - grown) * self.block_tables.page_size
 
     def _grown(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
         """Blocks allocated after each step, for as many steps as there is room."""
