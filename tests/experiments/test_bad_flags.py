@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.experiments.conftest import TINY
+from tests.models import peft_folders
+
 ROOT = Path(__file__).parents[2]
 # Runs each program once for each list of arguments, as its command line would, but for the
 # interpreter and the imports; a process for each program, as each defines its flags.
@@ -133,6 +136,7 @@ SERVE = [
     ("--temperature=inf", "temperature must be a finite number, not inf"),
     ("--top_k=-1", "top_k must be at least 0"),
     ("--top_p=0", "top_p must be above 0 and at most 1, not 0.0"),
+    ("--adapters=FOLDER/adapters", "adapters need adapter_slots, which is 0"),
 ]
 EVALUATE = [
     ("--tasks=needle,juggle", "unknown task 'juggle'; allowed: needle"),
@@ -177,6 +181,7 @@ MEMORY_MAP = [
     ("--requests=parallel0", "n must be from 1 to 65536, not 0"),
     ("--requests=", "--requests must name at least one"),
     ("--prefix_tokens=44", "(44) must be above 0 and below --prompt_tokens (44)"),
+    ("--policy=lserve --noprefix_caching --page_size=16", "--policy must be vllm, not"),
     ("--kv_cache_tokens=320", "4 times a prompt of 44 tokens and 48 to generate exceed the cache"),
 ]
 SOAK = [
@@ -185,6 +190,7 @@ SOAK = [
     ("--minutes=-1", "--minutes must be at least 0.01, not -1.0"),
     ("--check_share=nan", "check_share must be a finite number, not nan"),
 ]
+RACE = [("--page_size=0", "page_size must be at least 1 and below 2^31, not 0")]
 CLUSTER = [
     # First, because this one counts JAX's devices anew.
     (
@@ -198,6 +204,7 @@ CLUSTER = [
 ]
 CASES = {
     "soak.__main__": SOAK,
+    "bench.vs_transformers": RACE,
     "papers.vllm.fig15_sharing_savings": SAVINGS,
     "papers.vllm.memory_map": MEMORY_MAP,
     "papers.lserve.attention_concentration": CONCENTRATION,
@@ -216,10 +223,12 @@ def said(tiny_folder, tmp_path_factory):
         (folder / name).write_bytes((tiny_folder / name).read_bytes())
     prompts = [{"prompt": "a"}, {"prompt": "b", "stop": "</s>"}]
     (folder / "special.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    peft_folders.write(folder / "adapters" / "a0", TINY)
     (folder / "binary.flags").write_bytes(b"--model=\xff\n")
     arguments = {}
     for program, cases in CASES.items():
-        good = [f"--model={folder}"] + ["--contexts=256"] * (program in ("evaluate", "qualify"))
+        good = [f"--model={folder}"] * (program != "bench.vs_transformers")
+        good += ["--contexts=256"] * (program in ("evaluate", "qualify"))
         arguments[program] = [
             [*good, *flag.replace("FOLDER", str(folder)).split()] for flag, _ in cases
         ]

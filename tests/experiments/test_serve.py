@@ -25,7 +25,6 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.experiments.conftest import TINY
-from tests.models import peft_folders
 
 ROOT = Path(__file__).parents[2]
 SMALL = EngineConfig(
@@ -280,26 +279,6 @@ def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
     assert (out / "overview.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "flag, complaint",
-    [
-        ("--policy=magic", "policy must be one of diffkv"),
-        (
-            "--max_model_len=9999",
-            "max_model_len (9999) exceeds the model's max_position_embeddings (1024)",
-        ),
-    ],
-)
-def test_flag_errors_come_in_a_line_and_before_the_weights(tiny_folder, tmp_path, flag, complaint):
-    # The folder has no weights: whoever reads them first fails otherwise.
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
-    done = call(f"--model={tmp_path}", flag)
-    assert done.returncode == 1
-    assert done.stderr.strip().startswith("error: ") and complaint in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_workload_over_adapters_is_counted_and_replays(tokenizer, tmp_path):
     executor = SimulatedExecutor(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
     engine = Engine(TINY, replace(SMALL, adapter_slots=2), executor, tokenizer)
@@ -322,13 +301,6 @@ def test_a_workload_over_adapters_is_counted_and_replays(tokenizer, tmp_path):
     replayed = replay.replay(replay.simulated_engine(log, TINY), log)
     assert first_difference(log, replayed) is None
     assert adapters.measure([]) is None
-
-
-def test_adapters_need_slots_and_are_checked_before_the_weights(tiny_folder, tmp_path):
-    folder = peft_folders.write(tmp_path / "adapters" / "a0", TINY)
-    refused = call(f"--model={tiny_folder}", f"--adapters={folder.parent}")
-    assert refused.returncode == 1
-    assert refused.stderr.strip() == "error: adapters need adapter_slots, which is 0"
 
 
 @pytest.mark.parametrize("load_s", [0.025, 0.1])

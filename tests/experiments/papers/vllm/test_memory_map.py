@@ -165,9 +165,3 @@ def test_the_program_writes_the_map(tmp_path, tiny_folder):
         assert used == 8 * len(held)
     assert (tmp_path / "memory_map.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "report.json").read_text())["flags"]["interval"] == 8
-
-
-def test_maps_of_other_policies_are_refused(tmp_path, tiny_folder):
-    done = program(f"--model={tiny_folder}", "--policy=lserve", f"--output_dir={tmp_path}",
-                   "--noprefix_caching", "--page_size=16")  # fmt: skip
-    assert done.returncode == 1 and "--policy must be vllm, not" in done.stderr
