@@ -1,11 +1,9 @@
 """Decode runs: consecutive steps that only decode, executed in one call in simulated time.
 
-A run equals the engine's loop, because the scheduler would decide the same in each step: the same
-rows decode, no row ends, and no waiting request is admitted. A run begins after a step in which the
-scheduler admitted no request. It ends before the first step in which the scheduler might decide
-anything else. The policy still decides how memory grows. After a step with prefills, or with rows
-that end, a run has only one step, because the earlier step's rows may differ from the run's rows.
-The engine then applies the earlier step's outputs as usual.
+A run equals the engine's loop: the same rows decode, none of them ends, and no waiting request is
+admitted. A run ends before the first step in which the scheduler might decide anything else. The
+policy still decides how memory grows. After a step with prefills, or with rows that end, a run has
+only one step, and the engine applies the earlier step's outputs as usual.
 
 The steps of a run have records, but no events in the log.
 """

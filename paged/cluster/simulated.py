@@ -40,14 +40,14 @@ class SimulatedCluster:
     """A cluster of engines, each with its own virtual clock.
 
     Events happen in the order of time. A step's events reach the cluster when the step ends, and
-    the cluster's calls reach a runner between its steps. Equal arrivals give equal runs.
+    the cluster's calls reach a runner between its steps. Equal arrivals give equal results.
 
     engines: the engines, by UUID.
     keep_records: whether the engines keep their own records.
-    skip: whether runs of decode steps (`paged.decode_runs`) are executed in one call. The engines'
-        event logs then lack these steps. During a run the cluster sees only the runner's free
+    skip: whether decode runs (`paged.decode_runs`) are executed in one call. The engines' event
+        logs then lack these steps. During a decode run the cluster sees only the runner's free
         memory, which `Ahead` has computed. The steps are executed when the cluster calls the
-        runner, before the cluster reads tokens, and at the end of the run.
+        runner, before the cluster reads tokens, and at the end of the decode run.
     keep_outputs: whether `serve` returns outputs, which are large for hours of simulated time.
     """
 

@@ -4,7 +4,12 @@ A product of [m, k] and [k, n] is cut into tiles. Each multiprocessor computes o
 so a last wave that is not full leaves multiprocessors idle. Arithmetic and memory traffic overlap,
 but not entirely:
 
-    start + (compute^p + memory^p)^(1/p),    compute = flops / (e · peak) · (waves / full waves)^w
+    start + (arithmetic^p + traffic^p)^(1/p)
+    arithmetic = flops / (compute · peak) · (tiles' flops / (flops · x^small_tiles))^waves
+    traffic = bytes / (memory · bandwidth)
+
+where the tiles' FLOPs include padding and idle multiprocessors, and a tile has a share x of the
+largest tile's area. p is `overlap`; the other names are fields of `Fitted`.
 
 `python -m experiments.fit_cost_model` fits `FITTED`, and reports its error.
 """
@@ -29,9 +34,9 @@ class Fitted:
     Constants of products:
     compute, memory: reached shares of peak FLOPs and bandwidth, with the largest tile.
     start_s: seconds before a product starts.
-    waves: w; 1 if idle multiprocessors in the last wave cost as much as busy ones.
-    overlap: p; infinite if arithmetic and traffic overlap entirely.
-    small_tiles: a tile with a share x of the largest tile's area reaches x^small_tiles of its rate.
+    waves: 1 if idle multiprocessors in the last wave cost as much as busy ones.
+    overlap: infinite if arithmetic and traffic overlap entirely.
+    small_tiles: how much slower small tiles compute.
 
     Constants of pointwise ops:
     rows: share of the bandwidth that ops with a thread block per row reach (norms, rotations,

@@ -9,7 +9,7 @@ ITEMSIZE = 2  # bytes of a number in activations, and in weights that are not qu
 
 
 def layer_ops(model: ShardedModel, tokens, bits: int = 16, weight_bits: int = 16) -> dict[str, Op]:
-    """All ops of a layer, without attention and all-reduces, in the order in which they run.
+    """All ops of a layer, without attention and all-reduces.
 
     tokens: T, an int or an array.
     bits: bits of the operands of products: 16, or 8 for W8A8, which quantises activations by row

@@ -8,10 +8,10 @@ tokens; `vllm` has pages of 16 bits. The paper does not give the length of its p
 prompts leave fewer decode steps, and only decode steps read fewer bytes under DiffKV.
 
 Weights and the host take most of a step of eight sequences, and take the same time in both systems.
-Even attention in no time would gain only `bound`. The paper's factor is possible only if vLLM's
-attention reads keys more than once. vLLM's kernel of that time has a thread block for each query
-head, and each thread block reads the whole KV head. `vllm by query head` is vLLM if no cache serves
-these repeated reads.
+`bound` is the gain of the last step if attention took no time, less than the paper's. vLLM's kernel
+of that time has a thread block for each query head, and each thread block reads the whole KV head.
+`vllm by query head` is vLLM if no cache serves these repeated reads; it explains a part of the
+paper's factor.
 """
 
 from collections.abc import Iterator, Sequence

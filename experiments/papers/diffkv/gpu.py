@@ -209,8 +209,8 @@ def ratio(found: Mapping[Any, float], above: Any, below: Any) -> float | None:
 
 
 SETTING = (
-    "L40s by data sheet (experiments.fit_cost_model); attention and compression move bytes at "
-    "0.775 of the bandwidth, which nothing here has measured; the host time of vLLM of 2023; vLLM "
-    "recomputes preempted sequences, other policies swap them; heads keep what the bundled "
+    "NVIDIA L40 by data sheet (experiments.fit_cost_model); attention and compression move bytes "
+    "at 0.775 of the bandwidth, which nothing here has measured; the host time of vLLM of 2023; "
+    "vLLM recomputes preempted sequences, other policies swap them; heads keep what the bundled "
     "model's kept"
 )

@@ -6,7 +6,8 @@ A token attends in one layer of Llama-2-7B with keys and values of 4 bits. Times
 selection. The systems have dense heads alone, static sparsity (half of the heads stream), dynamic
 sparsity (selected pages of 4,096 tokens), and both. LServe's kernels are parallel over heads only
 (§2.2). On 108 multiprocessors half of the 32 heads then take as long as all. 'split' rows assume
-that a head is split over multiprocessors. Static sparsity then gains as much as in the paper.
+that a head is split over multiprocessors. Static sparsity then gains more than in the paper from
+32k on.
 """
 
 import itertools

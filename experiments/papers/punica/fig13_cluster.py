@@ -34,10 +34,10 @@ from paged.simulator.step_cost import HOSTS, StepCost
 
 MODEL, GPU = "configs/models/llama-2-7b", "a100-40"
 GPUS, ADAPTERS, RANK = 16, 100, 16
-# 90 % of 40 GB, less 13.5 GB of weights and 16 adapters of 80 MB, at 0.5 MiB a token.
+# 90 % of 40 GiB, less 13.5 GB of weights and 16 adapters of 80 MB, at 0.5 MiB a token.
 CONFIG = EngineConfig(
     max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=2048, max_prefills_per_step=1,
-    kv_cache_tokens=40_464, adapter_slots=16, max_adapter_rank=RANK,
+    kv_cache_tokens=45_536, adapter_slots=16, max_adapter_rank=RANK,
 )  # fmt: skip
 STAYS_S = 60.0  # an idle GPU stays idle if it is idle this many seconds later
 FULL = 0.9  # share of the largest batch from which a GPU is full
@@ -235,9 +235,9 @@ STUDY = Study(
     kind="simulated",
     claim="GPUs usually run the largest batch when they are not idle, an idle GPU is likely to "
     "stay idle, and now and then one runs out of KV memory and migrates requests",
-    rule=f"of all samples of busy GPUs {USUALLY} have {FULL} of the largest batch, {LIKELY} of "
-    f"idle GPUs are idle {STAYS_S:.0f} s later, and some requests migrate, {OCCASIONALLY:.0%} at "
-    "most",
+    rule=f"{USUALLY:.0%} of busy GPUs' samples have {FULL:.0%} of the largest batch, {LIKELY:.0%} "
+    f"of idle GPUs are idle {STAYS_S:.0f} s later, and some requests migrate for lack of memory, "
+    f"{OCCASIONALLY:.0%} at most",
     holds=holds,
     setting=Setting(
         "Llama-2-7B on 16 A100-40 by data sheet (experiments.fit_cost_model), batches of 32, one "

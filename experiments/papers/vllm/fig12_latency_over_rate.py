@@ -4,13 +4,10 @@
 
 Six panels: OPT-13B, 66B and 175B under the lengths of ShareGPT (a, b, c) and Alpaca (d, e, f). The
 sigma of the lengths was calibrated by `fig13_batched_requests` on Orca (Oracle), for OPT-13B at one
-rate; no other parameter is fitted. For each system the request rate rises until the latency exceeds
---latency_s. Bisection then narrows down the sustained rate.
+rate; no other parameter is fitted. `rates` finds the sustained rate of each system.
 
-Five minutes of arrivals are too short for FasterTransformer with OPT-175B. At its low rates only
-three dozen requests arrive, and their lengths decide the sustained rate. vLLM's rate is 24 times as
-high with five minutes of arrivals (2.87 and 0.12 requests/s), and 12 times with fifteen minutes
-(2.07 and 0.17).
+A minute of Alpaca's arrivals is short for FasterTransformer: at its rates in panels e and f only 15
+to 60 requests arrive, and their lengths decide the sustained rate.
 
 --knobs also computes the rates of vLLM and Orca (Oracle) in panel a with the assumed times of
 attention and of the host at ±20 %. The changes show how far the result depends on the assumptions.
@@ -48,7 +45,9 @@ class LatencyFlags(RateFlags):
     sharegpt_s: float = flag(
         900.0, "seconds of ShareGPT's arrivals: 3600 in the paper, 900 for OPT-175B", least=1
     )
-    alpaca_s: float = flag(60.0, "seconds of Alpaca's arrivals, the same in the paper", least=1)
+    alpaca_s: float = flag(
+        60.0, "seconds of Alpaca's arrivals; the paper's are as long as ShareGPT's", least=1
+    )
 
 
 def cases_of(name: str, flags: LatencyFlags) -> list[Case]:
@@ -83,12 +82,12 @@ STUDY = Study(
     rule="each ratio of panels a to c, and FasterTransformer's of all panels, in these bounds",
     holds=holds,
     setting=Setting(
-        f"a and d: {opt.setting('13b', 'vllm')}; b and e: OPT-66B on four, c and f: OPT-175B on "
-        "eight A100-80; rates compared at 0.3 s/token",
+        f"a and d: {opt.setting('13b', 'vllm')}; b and e: OPT-66B on four A100-40; c and f: "
+        "OPT-175B on eight A100-80; rates compared at 0.3 s/token",
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); ShareGPT's "
-        "arrivals last 15 minutes, as the paper's with OPT-175B, and Alpaca's one, for an hour: "
-        "queues of overloaded systems are shorter, so that all sustain more; assumed constants are "
-        "changed in panel a alone",
+        "arrivals last 15 minutes and Alpaca's one, for an hour (OPT-175B: 15 minutes): queues of "
+        "overloaded systems are shorter, so that all sustain more; assumed constants are changed "
+        "in panel a alone",
         "reduced",
     ),
     flags=LatencyFlags,

@@ -34,7 +34,7 @@ POLICIES = ("fastertransformer", "orca_max", "orca_pow2", "orca_oracle", "vllm")
 
 @dataclass(frozen=True)
 class Server:
-    """A column of Table 1.
+    """A model and its GPUs; all but llama-13b are columns of Table 1.
 
     kv_gib: memory for the KV cache in all GPUs together, GiB.
     paper_slots: the table's number of KV slots.
@@ -183,9 +183,11 @@ def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -
     """The engine of a case. declare: returns the clock, called like `StepCost.declare`."""
     server = SERVERS[case.server]
     model, beams = server.config, case.beam_width if case.policy == "vllm" else 1
+    # A static batch has only requests that begin in one step.
+    budget = 64 * CONTEXT if case.policy == "fastertransformer" else 2560
     config = EngineConfig(
         policy=case.policy, kv_cache_tokens=server.kv_slots, max_model_len=CONTEXT,
-        max_num_seqs=256, max_num_batched_tokens=2560, max_prefills_per_step=64,
+        max_num_seqs=256, max_num_batched_tokens=budget, max_prefills_per_step=64,
         tensor_parallel=server.gpus, page_size=case.block_size,
         preemption_mode=case.preemption_mode, admit_after_swap=case.admit_after_swap,
         prefix_caching=case.policy == "vllm" and case.prefix_tokens > 0,
