@@ -103,17 +103,24 @@ def _plain(name: str) -> str:
 
 
 def _read(path: Path, model: str) -> Iterator[LayerTimes]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file, skipinitialspace=True)
-        wanted = ["num_tokens", "tensor_parallel", *(f"{name}_ms" for name in OPS)]
-        if missing := [name for name in wanted if name not in (rows.fieldnames or ())]:
-            raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
-        table = np.array([_numbers(path, i, row, wanted) for i, row in enumerate(rows, 2)])
+    whole = ShardedModel.split(checkpoint.load_config(MODELS / model))
+    has = layer_ops(whole, 1)  # OPT has no rotations
+    ops = {theirs: ours for theirs, ours in OPS.items() if ours in has}
+    wanted = ["num_tokens", "tensor_parallel", *(f"{name}_ms" for name in ops)]
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file, skipinitialspace=True)
+            names, given = rows.fieldnames or (), list(rows)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no CSV in UTF-8: {error}") from None
+    if missing := [name for name in wanted if name not in names]:
+        raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
+    table = np.array([_numbers(path, i, row, wanted) for i, row in enumerate(given, 2)])
     if not len(table):
         raise ValueError(f"{path} has no rows")
     for shards in np.unique(table[:, 1]).astype(int).tolist():
         part = table[table[:, 1] == shards]
-        seconds = {ours: part[:, 2 + i] / 1e3 for i, ours in enumerate(OPS.values())}
+        seconds = {ours: part[:, 2 + i] / 1e3 for i, ours in enumerate(ops.values())}
         try:
             yield layer_times(model, shards, part[:, 0], seconds)
         except ValueError as error:
@@ -128,7 +135,9 @@ def _numbers(path: Path, line: int, row: dict[str, str], wanted: list[str]) -> l
         except (TypeError, ValueError):
             number = math.nan
         whole = name.endswith("_ms") or number.is_integer()
-        if not (math.isfinite(number) and number > 0 and whole):
-            raise ValueError(f"{path}, line {line}: {name} must be above 0, not {row[name]!r}")
+        if not (0 < number < 2**31 and whole):
+            raise ValueError(
+                f"{path}, line {line}: {name} must be above 0 and below 2^31, not {row[name]!r}"
+            )
         numbers.append(number)
     return numbers

@@ -57,6 +57,7 @@ class SimulatedExecutor:
         `moves_s`: seconds of moves; without it moves take no time.
         `holding_s`: seconds of a step, given `SimulatedDevice.kept` too.
         `with_adapters`: the cost with the given rank pages of each adapter slot.
+        `without_host`: the cost of a further iteration of a multi-step.
     first_token: the smallest token id of made-up tokens. With all special tokens below it, output
         lengths follow the request's `max_tokens`.
     recorded: the tokens of a recorded run. Waiting for a step raises ValueError if it lacks one of
@@ -145,8 +146,10 @@ class SimulatedExecutor:
             prompts = rows < inputs.num_prefill_rows
             self._pages.compute(np.asarray(inputs.slots)[rows], lengths[:, rows].max(0), prompts)
         report = self.report()
-        costs = [self._step_s(inputs)]
-        costs += [self._step_s(replace(inputs, lengths=later)) for later in lengths[1:]]
+        costs = [self._step_s(inputs, self._cost)]
+        # The host works once a step, however many iterations it dispatches.
+        alone = getattr(self._cost, "without_host", self._cost)
+        costs += [self._step_s(replace(inputs, lengths=later), alone) for later in lengths[1:]]
         self._device_free_s = start + sum(costs)
         number = self._num_steps
         self._num_steps += 1
@@ -162,12 +165,12 @@ class SimulatedExecutor:
         outputs = recorded.sample(number, inputs)
         return outputs if outputs.report is not None else replace(outputs, report=report)
 
-    def _step_s(self, inputs: StepInputs) -> float:
-        if self._pages is None or not hasattr(self._cost, "holding_s"):
-            return self._cost(inputs)
+    def _step_s(self, inputs: StepInputs, cost) -> float:
+        if self._pages is None or not hasattr(cost, "holding_s"):
+            return cost(inputs)
         rows = _computed_rows(inputs)
         held = self._pages.kept(np.asarray(inputs.slots)[rows], np.asarray(inputs.lengths)[rows])
-        return self._cost.holding_s(inputs, held)
+        return cost.holding_s(inputs, held)
 
     def _sample(self, inputs: StepInputs, position: np.ndarray, report=None) -> StepOutputs:
         how = np.asarray(inputs.sampling).view(SAMPLING_ROW)[:, 0]

@@ -84,7 +84,9 @@ class StepCost:
     host: Host = HOSTS["none"]
     adapter_pages: Mapping[int, int] = field(default_factory=dict)
     # Results by (tokens, sampled): steps of the same size recur.
-    _dense: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _dense: dict[tuple[int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def declare(
@@ -116,6 +118,11 @@ class StepCost:
     def with_adapters(self, pages: Mapping[int, int]) -> "StepCost":
         """The same cost with other `adapter_pages`."""
         return replace(self, adapter_pages=pages)
+
+    @property
+    def without_host(self) -> "StepCost":
+        """The same cost without host time."""
+        return replace(self, host=HOSTS["none"])
 
     @property
     def adapter_page_s(self) -> float:

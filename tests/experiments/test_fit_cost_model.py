@@ -90,6 +90,14 @@ def test_files_in_other_orders_spellings_and_of_unknown_models(tmp_path, capsys)
     assert "left out, as no configuration is known: codellama-34b-a40" in capsys.readouterr().out
 
 
+def test_a_model_without_rotations_needs_no_times_of_them(tmp_path):
+    text = write_times(tmp_path, "h100").read_text()
+    (tmp_path / "opt-13b-h100-layer-times.csv").write_text(text.replace("attn_rope_ms", "more"))
+    measured, _ = layer_times.read(tmp_path, "h100")
+    assert {times.model for times in measured} == {"opt-13b"}
+    assert all("rope" not in times.seconds for times in measured)
+
+
 def test_bad_files_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"has no MODEL-a100-80-layer-times\.csv; .* there: none"):
         layer_times.read(tmp_path, "a100-80")
@@ -105,8 +113,13 @@ def test_bad_files_are_refused_by_name(tmp_path):
     lines = text.splitlines()
     lines[2] = lines[2].replace(lines[2].split(",")[3], "nan", 1)
     path.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="line 3: input_layernorm_ms must be above 0, not 'nan'"):
+    told = r"line 3: input_layernorm_ms must be above 0 and below 2\^31, not 'nan'"
+    with pytest.raises(ValueError, match=told):
         layer_times.read(tmp_path, "a100-80")
+    for odd in (text.encode("utf-16"), (text + "9" * 200_000).encode()):
+        path.write_bytes(odd)
+        with pytest.raises(ValueError, match=r"times\.csv is no CSV in UTF-8: "):
+            layer_times.read(tmp_path, "a100-80")
     path.write_text(text.splitlines()[0])
     with pytest.raises(ValueError, match="has no rows"):
         layer_times.read(tmp_path, "a100-80")

@@ -130,7 +130,7 @@ def values(_: RateFlags, rows: Sequence[Row]) -> Values:
 
 
 def holds(found) -> bool:
-    return all(value < 1 for name, value in found.items() if name.startswith("latency_over_vllm"))
+    return all(found[f"latency_over_vllm_{m}_{load:g}"] < 1 for m in MODELS for load in LOADS)
 
 
 def draw(flags: RateFlags, figure: Figure, rows: Sequence[Row]) -> None:

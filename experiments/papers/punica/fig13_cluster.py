@@ -12,17 +12,19 @@ A row is one sample of the cluster. Samples are --period_s seconds apart; none i
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from experiments.lib import knobs
 from experiments.lib.runners import simulated
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm.opt import calibrated
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Run, Setting, Study, Values, jobs_flag
 from experiments.workloads import popularity, ramp, synthetic_lengths
 from models import checkpoint
 from paged.cluster.cluster import Arrival
@@ -54,6 +56,7 @@ class ClusterFlags(Flags):
     host: str = flag("punica", "whose host time a step includes", choices=tuple(HOSTS))
     knobs: bool = knobs.knobs_flag()
     seed: int = flag(0, "of arrivals, lengths and popularities", least=0)
+    jobs: int = jobs_flag()
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,18 @@ class Row:
     batches: tuple[int, ...]
     kv_used: tuple[float, ...]
     change: str = ""
+
+
+@dataclass(frozen=True)
+class Hour:
+    """A whole run, so that it is kept. samples: the fields of each `Row`."""
+
+    samples: list[dict[str, Any]]
+
+    @property
+    def rows(self) -> list[Row]:
+        lists = ("batches", "kv_used")
+        return [Row(**each | {name: tuple(each[name]) for name in lists}) for each in self.samples]
 
 
 def arrivals(flags: ClusterFlags) -> list[Arrival]:
@@ -116,13 +131,15 @@ def cluster_of(
     return cluster
 
 
-def serve(flags: ClusterFlags, change: str, stopped: Callable[[], bool]) -> list[Row]:
+def serve(flags: ClusterFlags, change: str) -> list[Row]:
     """The samples of a whole run. change: the changed constant of the clock (`knobs.CHANGES`);
     empty for no change."""
     serving = cluster_of(flags, **knobs.CHANGES.get(change, {}))
     cluster, rows = serving.cluster, list[Row]()
+    bar = tqdm(total=round(flags.duration_s), desc=change or "plain", unit=" s", leave=False)
 
     def observe(now: float) -> None:
+        bar.update(min(now, flags.duration_s) - bar.n)
         gpus = cluster.state.gpus.values()
         rate = float(ramp.rate(min(now, flags.duration_s), flags.duration_s, flags.peak_rate))
         rows.append(
@@ -141,14 +158,20 @@ def serve(flags: ClusterFlags, change: str, stopped: Callable[[], bool]) -> list
             )
         )
 
-    serving.serve(arrivals(flags), observe, flags.period_s, stopped)
+    with bar:
+        serving.serve(arrivals(flags), observe, flags.period_s)
     return rows
 
 
+def hour(flags: ClusterFlags, change: str) -> Hour:
+    return Hour([vars(row) for row in serve(flags, change)])
+
+
 def measure(flags: ClusterFlags, run: Run) -> Iterator[Row]:
-    for change in ("", *(knobs.CHANGES if flags.knobs else ())):
-        if not run.stopped():
-            yield from serve(flags, change, run.stopped)
+    changes = ["", *(knobs.CHANGES if flags.knobs else ())]
+    same = replace(flags, knobs=False, jobs=0)  # An hour depends on neither.
+    for found in run.at_once(hour, changes, flags.jobs, same):
+        yield from found.rows
 
 
 def hour_values(flags: ClusterFlags, rows: Sequence[Row]) -> Values:

@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.lib import knobs
+from experiments.lib.program import Refused
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
@@ -83,7 +84,7 @@ def sweep(
     while (rows[-1].latency_s < latency_s) == upwards:
         rate = rows[-1].rate * (step if upwards else 1 / step)
         if rate < LEAST:
-            raise ValueError(f"{case.policy} of {case.server} is always above {latency_s} s/token")
+            raise Refused(f"{case.policy} of {case.server} is always above {latency_s} s/token")
         rows.append(run(replace(case, rate=round(rate, 4))))
     below, above = sorted(rows[-2:], key=lambda row: row.rate)
     for _ in range(bisections):
@@ -120,7 +121,11 @@ def sustained(rows: Sequence[Row], policy: str, latency_s: float) -> float:
 def _panel(
     name: str, panels: Panels, latency_s: float, varied: Sequence[str], run: Run
 ) -> list[Point]:
-    one = functools.partial(run.once, opt.run)
+    def one(case: Case) -> Row:
+        if run.stopped():
+            raise KeyboardInterrupt  # A panel takes minutes; `once` has kept its runs.
+        return run.once(opt.run, case)
+
     points = panel(one, panels[name], latency_s, name in varied)
     return [replace(point, panel=name) for point in points]
 

@@ -1,5 +1,6 @@
 """The clock of simulated GPUs: a step takes its parts, recounted here."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,28 @@ def test_what_changes_a_step():
     eight = [declared(host=host, host_knob=0.5, tensor_parallel=8) for host in ("vllm", "none")]
     slow, fast = (float(cost.decodes_s(contexts, none)[0]) for cost in eight)
     assert slow - fast == pytest.approx(0.5 * 28.7e-3, rel=0.01)
+
+
+def test_a_changed_copy_computes_anew():
+    contexts, none = np.full((1, 32), 1000), np.full(32, -1)
+    on_a100, on_h100 = declared(), declared(gpu="h100")
+    on_a100.decodes_s(contexts, none)
+    changed = replace(on_a100, costs=on_h100.costs)
+    assert changed.decodes_s(contexts, none) == on_h100.decodes_s(contexts, none)
+
+
+def test_the_host_works_once_for_several_iterations():
+    ends = {}
+    for host in ("none", "punica"):
+        for iterations in (1, 4):
+            config = EngineConfig(max_model_len=64, multi_step=iterations)
+            cost = StepCost.declare(SMALL, config, "a100-40", host=host)
+            engine = Engine(SMALL, config, SimulatedExecutor(cost, vocab_size=64, first_token=3))
+            engine.generate([[5] * 9], SamplingParams(max_tokens=33, ignore_eos=True))
+            ends[host, iterations] = engine.executor.clock.now()
+    host_s = {n: ends["punica", n] - ends["none", n] for n in (1, 4)}
+    # A prefill and 32 iterations; run-ahead begins one step more than it needs.
+    assert host_s[1] / host_s[4] == pytest.approx(33 / 9, rel=0.15)
 
 
 def test_what_cannot_be_simulated_is_refused():

@@ -83,6 +83,20 @@ def test_diffkv_runs_larger_batches_in_the_same_memory():
     assert numbers["batch_diffkv_qwq-32b"] == diffkv.batch
 
 
+def test_latency_is_lower_at_every_rate_with_every_model():
+    found = {
+        f"latency_over_vllm_{model}_{load:g}": 0.95
+        for model in fig16_latency_over_rate.MODELS
+        for load in fig16_latency_over_rate.LOADS
+    }
+    name = next(iter(found))
+    holds = fig16_latency_over_rate.holds
+    assert holds(found) and holds(found | {f"{name}_attention_0.8": 1.1})
+    assert not holds(found | {name: 1.0})
+    with pytest.raises(KeyError):  # The claim is then undecided.
+        holds({name: 0.95})
+
+
 @pytest.mark.slow  # four engines in simulated time
 def test_latency_grows_with_the_rate():
     flags = fig16_latency_over_rate.RateFlags(

@@ -1,5 +1,6 @@
 """Figs. 11 to 13 of Punica in simulated time, in small."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -52,14 +53,15 @@ def test_the_papers_order_of_the_systems():
 def test_an_hour_in_short_has_full_and_idle_gpus(monkeypatch):
     monkeypatch.setattr(fig13_cluster, "GPUS", 3)
     flags = ClusterFlags(duration_s=90.0, peak_rate=5.0, knobs=False)
-    rows = fig13_cluster.serve(flags, "", lambda: False)
+    rows = fig13_cluster.serve(flags, "")
     found = fig13_cluster.hour_values(flags, rows)
     assert found["requests"] == len(fig13_cluster.arrivals(flags))
     assert (found["most_busy_gpus"] or 0) > 1 and found["idle_stays_idle"] is not None
     assert rows[0].batches == rows[-1].batches == (0, 0, 0)
-    again = fig13_cluster.serve(flags, "", lambda: False)
-    assert again == rows
-    slower = fig13_cluster.serve(flags, "host +20 %", lambda: False)
+    again = fig13_cluster.hour(flags, "")
+    read = fig13_cluster.Hour(**json.loads(json.dumps(vars(again))))  # as a kept run
+    assert again.rows == read.rows == rows
+    slower = fig13_cluster.serve(flags, "host +20 %")
     assert slower[-1].time_s >= rows[-1].time_s and slower[3].change == "host +20 %"
 
 
