@@ -8,7 +8,7 @@ pages of 16 bits and with DiffKV in the same memory. Latency is normalised (vLLM
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -77,8 +77,7 @@ def capacity(server: gpu.Server, flags: SimulatedFlags) -> float:
 
 
 def simulate(case: Case) -> Row:
-    server = SERVERS[case.model]
-    server = replace(server, limit=case.output or server.limit)
+    server = gpu.server_of(case.model, case.output)
     flags = SimulatedFlags(
         gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
         recorded=case.recorded, seed=case.seed,
@@ -158,6 +157,7 @@ STUDY = Study(
         "paper",
     ),
     flags=RateFlags,
+    check=lambda flags: gpu.check(flags, flags.models, SYSTEMS, flags.most_output),
     measure=measure,
     values=values,
     draw=draw,

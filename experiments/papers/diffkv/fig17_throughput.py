@@ -18,7 +18,7 @@ memory, or sequences of different lengths. No setting here gives both batches.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -77,8 +77,7 @@ class Row(Case):
 
 
 def simulate(case: Case) -> Row:
-    server = SERVERS[case.model]
-    server = replace(server, limit=case.output or server.limit)
+    server = gpu.server_of(case.model, case.output)
     flags = SimulatedFlags(
         gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
         recorded=case.recorded, seed=case.seed,
@@ -194,6 +193,7 @@ STUDY = Study(
         "paper",
     ),
     flags=ThroughputFlags,
+    check=lambda flags: gpu.check(flags, flags.models, flags.systems, flags.most_output),
     measure=measure,
     values=values,
     paper={

@@ -18,9 +18,10 @@ outputs reach the limit (the commands ignore end tokens).
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,15 @@ def engine_of(flags: SimulatedFlags, server: Server, config: EngineConfig) -> En
     return Engine(server.config, config, executor)
 
 
+def check(
+    flags: SimulatedFlags, models: Sequence[str], systems: Sequence[str], output: int
+) -> None:
+    """Raises ValueError if the flags allow no engine of some system. output: see `server_of`."""
+    for model, system in itertools.product(models, systems):
+        server = server_of(model, output)
+        engine_of(flags, server, config_of(system, server, flags.gpu, server.most))
+
+
 def requests_of(server: Server, count: int, seed: int, rate: float = float("inf")) -> list[Request]:
     """`count` problems that arrive as a Poisson process at `rate` requests/s."""
     rng = np.random.default_rng(seed)
@@ -202,6 +212,12 @@ def held(
 
 def run(engine: Engine, requests: Sequence[Request]) -> None:
     serve.run(engine, requests, progress=False, skip=True)
+
+
+def server_of(model: str, output: int) -> Server:
+    """The server of a model. output: another limit of output tokens; 0 for the server's own."""
+    server = SERVERS[model]
+    return replace(server, limit=output or server.limit)
 
 
 def ratio(found: Mapping[Any, float], above: Any, below: Any) -> float | None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.lib.program import Refused
 from experiments.papers.diffkv import (
     fig14_memory_management,
     fig15a_kernel_speed,
@@ -110,3 +111,17 @@ def test_latency_grows_with_the_rate():
     numbers = fig16_latency_over_rate.values(flags, rows)
     ratio = ms["diffkv", 4.0] / ms["vllm", 4.0]
     assert numbers["latency_over_vllm_llama-3-8b_4"] == ratio
+
+
+@pytest.mark.parametrize(
+    "study, fields, told",
+    [
+        (fig16_latency_over_rate, {"most_output": 900_000}, "max_model_len"),
+        (fig17_throughput, {"most_output": 2_000_000}, "max_num_batched_tokens"),
+        (fig17_throughput, {"recorded": "pyproject.toml"}, "pyproject.toml"),
+    ],
+)
+def test_what_no_engine_can_serve_is_refused_before_any_run(tmp_path, study, fields, told):
+    flags = dataclasses.replace(study.STUDY.at("quick"), **fields)
+    with pytest.raises(Refused, match=told):
+        study.STUDY.write(flags, tmp_path)
