@@ -228,8 +228,8 @@ def main(flags: FitFlags, output: Output) -> None:
     by = FITTED if flags.fixed else fit(measured, on)
     rows, numbers = errors(measured, on, by), summary(measured, on, by)
     constants = asdict(by)
-    text = table(rows, numbers)
-    print(text)
+    text, files = table(rows, numbers), sorted({times.file for times in measured})
+    print(f"{text}\nmeasured in {', '.join(files)}")
     if left_out:
         print(f"left out, as no configuration is known: {', '.join(left_out)}")
     print(f"constants{' (committed)' * flags.fixed}:")
@@ -240,7 +240,7 @@ def main(flags: FitFlags, output: Output) -> None:
         "machine": on,
         "constants": constants,
         "fitted": not flags.fixed,
-        "files": sorted({f"{times.model}, {len(times.tokens)} batches" for times in measured}),
+        "files": files,
         "left_out": left_out,
         "measured": numbers,
         "claims": text.splitlines(),

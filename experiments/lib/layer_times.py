@@ -42,6 +42,7 @@ class LayerTimes:
     tokens: [n] tokens of each batch.
     seconds: [n] times of each op, by our op names.
     ops: the measured ops at the sizes of these batches, by our op names.
+    file: name of the file.
     """
 
     model: str
@@ -49,6 +50,7 @@ class LayerTimes:
     tokens: np.ndarray
     seconds: dict[str, np.ndarray]
     ops: dict[str, Op]
+    file: str
 
     @property
     def products(self) -> list[str]:
@@ -61,16 +63,17 @@ class LayerTimes:
 
     def _of(self, which: np.ndarray) -> "LayerTimes":
         seconds = {name: times[which] for name, times in self.seconds.items()}
-        return layer_times(self.model, self.shards, self.tokens[which], seconds)
+        return layer_times(self.model, self.shards, self.tokens[which], seconds, self.file)
 
 
 def layer_times(
-    model: str, shards: int, tokens: np.ndarray, seconds: dict[str, np.ndarray]
+    model: str, shards: int, tokens: np.ndarray, seconds: dict[str, np.ndarray], file: str
 ) -> LayerTimes:
     """The times with their ops. Raises ValueError if the model cannot be split over the GPUs."""
     sharded = ShardedModel.split(checkpoint.load_config(MODELS / model), shards)
     ops = layer_ops(sharded, tokens)
-    return LayerTimes(model, shards, tokens, seconds, {name: ops[name] for name in seconds})
+    measured = {name: ops[name] for name in seconds}
+    return LayerTimes(model, shards, tokens, seconds, measured, file)
 
 
 def read(folder: str | Path, gpu: str) -> tuple[list[LayerTimes], list[str]]:
@@ -82,6 +85,8 @@ def read(folder: str | Path, gpu: str) -> tuple[list[LayerTimes], list[str]]:
     Raises ValueError for missing files or columns, for invalid values, and if no file remains. The
     message names the file, and the line of an invalid value.
     """
+    if not folder:
+        raise ValueError(f"--data must name a folder with files MODEL-{gpu}{ENDING}")
     names = {f"-{gpu}{ENDING}", f"-{gpu.partition('-')[0]}{ENDING}"}
     paths = sorted(Path(folder).glob(f"*{ENDING}"))
     mine = [(path, name) for path in paths for name in names if path.name.endswith(name)]
@@ -122,7 +127,7 @@ def _read(path: Path, model: str) -> Iterator[LayerTimes]:
         part = table[table[:, 1] == shards]
         seconds = {ours: part[:, 2 + i] / 1e3 for i, ours in enumerate(ops.values())}
         try:
-            yield layer_times(model, shards, part[:, 0], seconds)
+            yield layer_times(model, shards, part[:, 0], seconds, path.name)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 

@@ -99,6 +99,8 @@ def test_a_model_without_rotations_needs_no_times_of_them(tmp_path):
 
 
 def test_bad_files_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="--data must name a folder"):
+        layer_times.read("", "a100-80")
     with pytest.raises(ValueError, match=r"has no MODEL-a100-80-layer-times\.csv; .* there: none"):
         layer_times.read(tmp_path, "a100-80")
     path = write_times(tmp_path, "a100-80", called="gpt5-a100")
