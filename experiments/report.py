@@ -357,7 +357,7 @@ def site(of: Sequence[Row]) -> dict[str, str]:
     figures = [row for row in of if row.is_figure]
     common = {
         "of": of, "figures": figures, "counts": counted(figures), "by_kind": by_kind(figures),
-        "stale": sum(row.stale for row in figures),
+        "stale": sum(row.stale for row in figures if row.verdict != NOT_RUN),
     }  # fmt: skip
     made = {"index.html": template.render(common, page=None)}
     for page in dict.fromkeys(row.paper for row in of):

@@ -229,7 +229,8 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
         for study, at, report in of
     ]
     numbers: dict[str, float] = dict(counts(counted))
-    numbers["stale"] = sum(not s.is_unchanged(report) for s, _, report in counted if report)
+    results = [(s, report) for s, _, report in counted if report and s.kind != "not run"]
+    numbers["stale"] = sum(not s.is_unchanged(report) for s, report in results)
     if status <= 128 and not flags.studies and any(s.kind == "simulated" for s in wanted):
         numbers["simulated_hour_s"] = opt.hour_s()
     run_record.write_json(folder, "summary.json", numbers)
