@@ -11,7 +11,7 @@ from models.sampling import BEAM, MAX_LOGPROBS, SAMPLING_ROW, Logprobs
 from paged.adapters.loads import SimulatedLoads
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
-from paged.kv_cache.moves import Moves
+from paged.kv_cache.moves import Moves, Pairs
 from paged.kv_cache.policy import CacheConfig, ShardedModel, SimulatedDevice
 from paged.simulator.recorded import RecordedAncestry, RecordedTokens
 from paged.step_inputs import StepInputs
@@ -55,6 +55,8 @@ class SimulatedExecutor:
     cost: StepInputs -> seconds of a step; `LinearCost` by default. Optional methods:
         `decodes_s`: seconds of many decode steps; without it steps run one by one.
         `moves_s`: seconds of moves; without it moves take no time.
+        `forks_s`: seconds of forks under policies whose pages have one owner each; without it forks
+            take no time.
         `holding_s`: seconds of a step, given `SimulatedDevice.kept` too.
         `with_adapters`: the cost with the given rank pages of each adapter slot.
         `without_host`: the cost of a further iteration of a multi-step.
@@ -217,11 +219,21 @@ class SimulatedExecutor:
         if hasattr(self._cost, "moves_s"):
             self._moves_s += self._cost.moves_s(moves)
         if self._pages:
+            self._moves_s += self._forks_s(moves.slot_copies)
             self._pages.move(moves)
 
     def apply_after(self, moves: Moves) -> None:
         if self._pages:
+            self._moves_s += self._forks_s(moves.after)
             self._pages.move_after(moves)
+
+    def _forks_s(self, pairs: Pairs) -> float:
+        """Seconds to copy the pages of parents for their children. Copies after a step delay the
+        next step."""
+        if not pairs or not hasattr(self._cost, "forks_s"):
+            return 0.0
+        held = self.report()["held"][0]
+        return self._cost.forks_s(int(held[[parent for parent, _ in pairs]].sum()))
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
         pass
