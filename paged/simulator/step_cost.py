@@ -83,8 +83,11 @@ class StepCost:
     weight_bits: int = 16
     host: Host = HOSTS["none"]
     adapter_pages: Mapping[int, int] = field(default_factory=dict)
-    # Results by (tokens, sampled): steps of the same size recur.
+    # Results of `dense_s` and `adapters_s`: steps of the same size recur.
     _dense: dict[tuple[int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _adapters: dict[tuple[int, int], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -215,6 +218,8 @@ class StepCost:
 
     def adapters_s(self, slots: np.ndarray, tokens: int) -> float:
         """Seconds of SGMV in all layers on `tokens` tokens; an adapter in `slots` is read once."""
-        pages = sum(self.adapter_pages.get(slot, 1) for slot in np.unique(slots).tolist())
-        layer = adapters_s(self.costs, self.model, pages, tokens)
-        return self.model.shard.num_layers * layer
+        pages = sum(self.adapter_pages.get(slot, 1) for slot in set(slots.tolist()))
+        if (pages, tokens) not in self._adapters:
+            layer = adapters_s(self.costs, self.model, pages, tokens)
+            self._adapters[pages, tokens] = self.model.shard.num_layers * layer
+        return self._adapters[pages, tokens]
