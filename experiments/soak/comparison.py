@@ -95,8 +95,14 @@ def _close(
     ours: Sequence[TokenLogprob | None] | None, theirs: Sequence[TokenLogprob | None] | None,
     tolerance: float,
 ) -> bool:  # fmt: skip
-    pairs = zip(ours or (), theirs or ())
-    return all(abs(a.logprob - b.logprob) < tolerance for a, b in pairs if a and b)
+    return all(apart < tolerance for apart in _apart(ours, theirs))
+
+
+def _apart(
+    ours: Sequence[TokenLogprob | None] | None, theirs: Sequence[TokenLogprob | None] | None
+) -> list[float]:
+    """Differences of log-probabilities by place."""
+    return [abs(a.logprob - b.logprob) for a, b in zip(ours or (), theirs or ()) if a and b]
 
 
 def _sum_of_logprobs(sequence: SequenceOutput, n: int | None = None) -> float:
@@ -108,6 +114,10 @@ def _otherwise(output: RequestOutput, alone: RequestOutput) -> str:
     ours, theirs = (
         [(s.tokens, s.finish_reason, s.score) for s in o.sequences] for o in (output, alone)
     )
+    if ours == theirs:
+        pairs = zip(output.sequences, alone.sequences)
+        apart = max((x for a, b in pairs for x in _apart(a.logprobs, b.logprobs)), default=0.0)
+        return f"{ours}, and alone the same but for texts or log-probabilities ({apart:.3g} apart)"
     return f"{ours}, but alone {theirs}"
 
 

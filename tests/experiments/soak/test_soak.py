@@ -14,7 +14,7 @@ import pytest
 from experiments.soak import __main__ as soak
 from experiments.soak import engines
 from experiments.soak.checks import Asked, Violation
-from experiments.soak.comparison import smallest_lead
+from experiments.soak.comparison import compare, smallest_lead
 from experiments.soak.operations import OPERATIONS, abort, submit
 from experiments.soak.users import SAMPLING, Users
 from paged.engine import Engine, EngineConfig
@@ -266,6 +266,19 @@ def test_a_fault_in_between_is_found_out(tokenizer, fault, kind):
     users = make_users(tokenizer, sampling=WITHOUT_HISTORY, config=config)
     error = run(users, steps=2000, operations={**OPERATIONS, "fault": (0.1, fault)})[2]
     assert isinstance(error, Violation) and error.kind == kind, error
+
+
+def test_what_differs_beside_the_tokens_is_told(tokenizer):
+    """Log-probabilities that differ by more than the tolerance, with the same tokens."""
+    users = make_users(tokenizer)
+    how = SamplingParams(max_tokens=4, logprobs=1, ignore_eos=True, seed=1)
+    (output,) = users.reference.generate([[5, 6, 7]], how)
+    assert compare(output, Asked([5, 6, 7], how, True), users.reference) == (None, 0)
+    (sequence,) = output.sequences
+    moved = [dataclasses.replace(p, logprob=p.logprob - 0.25) for p in sequence.logprobs or ()]
+    other = dataclasses.replace(output, sequences=[dataclasses.replace(sequence, logprobs=moved)])
+    wrong, _ = compare(other, Asked([5, 6, 7], how, True), users.reference)
+    assert wrong is not None and "log-probabilities (0.25 apart)" in wrong
 
 
 def test_a_beam_search_is_decided_by_its_closest_cut(tokenizer):
