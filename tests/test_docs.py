@@ -30,7 +30,6 @@ FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"<!-- result: ([a-z]\S+) (.*?) -->")
 COMMAND = re.compile(r"python -m ([\w.]+)((?: [^`\n#|]*)?)")
 NUMBER = re.compile(r"(?<![\w.-])(\d[\d,]*(?:\.\d+)?)(?![\w-])( ?%| ms)?")
-UNCLEAN = Path(__file__).parent / "unclean_results.txt"
 
 
 def paths(pages: list[Path]):
@@ -182,17 +181,13 @@ def history() -> set[str]:
 
 
 def test_results_are_of_commits_in_the_history_and_of_clean_trees():
-    """But for those that are listed; a line leaves the list when its result is made again."""
     commits = history()
     unclean = {
         str(path.parent.relative_to(RESULTS))
         for path in RESULTS.rglob("report.json")
         if json.loads(path.read_bytes()).get("git_commit") not in commits
     }
-    listed = set(UNCLEAN.read_text().split())
-    print("\n".join(["to be made again:", *sorted(unclean)]))
-    assert not unclean - listed, "commit the code, run, then commit the result"
-    assert not listed - unclean, f"take these lines out of {UNCLEAN.name}"
+    assert not unclean, "commit the code, run, then commit the result"
 
 
 def test_flags_of_results_name_no_path_of_a_machine():
