@@ -16,7 +16,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.kv_cache.capabilities import Capabilities
 from paged.kv_cache.host import HostPolicy, Sizes
-from paged.kv_cache.moves import Moves
+from paged.kv_cache.moves import Moves, Pairs
 from paged.kv_cache.work import Layout, kv_bytes_of_token
 from paged.step_inputs import StepInputs
 
@@ -169,6 +169,10 @@ class SimulatedDevice(Protocol):
 
     def move_after(self, moves: Moves) -> None:
         """Apply `moves.after`, after the step."""
+        ...
+
+    def copied(self, pairs: Pairs) -> dict[str, int]:
+        """Units by pool that forks of (parent, child) slots copy, because no unit is shared."""
         ...
 
     def compute(self, slots: np.ndarray, ends: np.ndarray, are_prompts: np.ndarray) -> None:

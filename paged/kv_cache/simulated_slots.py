@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paged.kv_cache.moves import Moves
+from paged.kv_cache.moves import Moves, Pairs
 
 
 class SimulatedSlots:
@@ -32,6 +32,9 @@ class SimulatedSlots:
     def move_after(self, moves: Moves) -> None:
         self._copy(moves.after)
         self._changed(np.array([child for _, child in moves.after], np.int64))
+
+    def copied(self, pairs: Pairs) -> dict[str, int]:
+        return {}
 
     def compute(self, slots: np.ndarray, ends: np.ndarray, are_prompts: np.ndarray) -> None:
         self.prompts[slots] = np.where(are_prompts, ends, self.prompts[slots])

@@ -55,8 +55,7 @@ class SimulatedExecutor:
     cost: StepInputs -> seconds of a step; `LinearCost` by default. Optional methods:
         `decodes_s`: seconds of many decode steps; without it steps run one by one.
         `moves_s`: seconds of moves; without it moves take no time.
-        `forks_s`: seconds of forks under policies whose pages have one owner each; without it forks
-            take no time.
+        `copies_s`: seconds to copy units on the device; without it forks take no time.
         `holding_s`: seconds of a step, given `SimulatedDevice.kept` too.
         `with_adapters`: the cost with the given rank pages of each adapter slot.
         `without_host`: the cost of a further iteration of a multi-step.
@@ -91,6 +90,8 @@ class SimulatedExecutor:
         if hasattr(cost, "with_adapters"):
             cost = cost.with_adapters(self.adapters.pages)
         self._cost = cost
+        # The host works once a step, however many iterations it dispatches.
+        self._later_cost = getattr(cost, "without_host", cost)
         self._moves_s = 0.0  # seconds of the moves before the next step
         self._first_token, self._vocab_size = first_token, vocab_size
         self._recorded, self._ancestry, self._compression = recorded, ancestry, compression
@@ -148,11 +149,10 @@ class SimulatedExecutor:
             prompts = rows < inputs.num_prefill_rows
             self._pages.compute(np.asarray(inputs.slots)[rows], lengths[:, rows].max(0), prompts)
         report = self.report()
-        costs = [self._step_s(inputs, self._cost)]
-        # The host works once a step, however many iterations it dispatches.
-        alone = getattr(self._cost, "without_host", self._cost)
-        costs += [self._step_s(replace(inputs, lengths=later), alone) for later in lengths[1:]]
-        self._device_free_s = start + sum(costs)
+        seconds = self._step_s(inputs, self._cost)
+        for later in lengths[1:]:
+            seconds += self._step_s(replace(inputs, lengths=later), self._later_cost)
+        self._device_free_s = start + seconds
         number = self._num_steps
         self._num_steps += 1
         if self._recorded:
@@ -228,12 +228,10 @@ class SimulatedExecutor:
             self._pages.move_after(moves)
 
     def _forks_s(self, pairs: Pairs) -> float:
-        """Seconds to copy the pages of parents for their children. Copies after a step delay the
-        next step."""
-        if not pairs or not hasattr(self._cost, "forks_s"):
+        """Seconds of the copies that forks make. Copies after a step delay the next step."""
+        if not (pairs and self._pages and hasattr(self._cost, "copies_s")):
             return 0.0
-        held = self.report()["held"][0]
-        return self._cost.forks_s(int(held[[parent for parent, _ in pairs]].sum()))
+        return self._cost.copies_s(self._pages.copied(pairs))
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
         pass

@@ -169,20 +169,19 @@ class StepCost:
 
     def moves_s(self, moves: Moves) -> float:
         """Seconds of the moves before a step. Each shard swaps its share over its own PCIe link.
-        All block copies are one launch (vLLM §5.1), which reads and writes device memory. Moves of
-        slots' state take no time; `forks_s` computes the time of pages that forks copy."""
+        All block copies are one launch. Moves of slots' state take no time, but for the units that
+        a fork copies (`SimulatedDevice.copied`), whose time the executor adds."""
         swapped = [*moves.exports.items(), *moves.imports.items()]
         seconds = sum(self._swap_s(self.pools[pool], len(pairs)) for pool, pairs in swapped)
-        if moves.copies:
-            copied = moves.copies.items()
-            bytes_ = sum(self.pools[pool].unit_bytes * len(pairs) for pool, pairs in copied)
-            seconds += self.costs.block_copies_s(bytes_ / self.model.num_shards)
-        return seconds
+        return seconds + self.copies_s({pool: len(pairs) for pool, pairs in moves.copies.items()})
 
-    def forks_s(self, pages: int) -> float:
-        """Seconds to copy pages on the device, under a policy with one pool (DiffKV)."""
-        (pool,) = self.pools.values()
-        return self.costs.block_copies_s(pages * pool.unit_bytes / self.model.num_shards)
+    def copies_s(self, units: Mapping[str, int]) -> float:
+        """Seconds of one launch that copies this many units of each pool (vLLM §5.1), which reads
+        and writes device memory."""
+        if not any(units.values()):
+            return 0.0
+        bytes_ = sum(self.pools[pool].unit_bytes * count for pool, count in units.items())
+        return self.costs.block_copies_s(bytes_ / self.model.num_shards)
 
     def _swap_s(self, pool: Pool, units: int) -> float:
         """Seconds to swap `units` units. If `Layout.swap_copies` is 0, units move in padded calls

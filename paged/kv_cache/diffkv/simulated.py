@@ -6,9 +6,11 @@ a formula. Other thresholds follow a `Recording`; without one, no token is compr
 
 import numpy as np
 
+from paged.kv_cache.diffkv.host import PAGES
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import Options
 from paged.kv_cache.diffkv.recording import Recording
+from paged.kv_cache.moves import Pairs
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.simulated_slots import SimulatedSlots
 
@@ -48,6 +50,11 @@ class SimulatedPages(SimulatedSlots):
         free = layout.num_pages - held.sum(1, keepdims=True)
         needs = np.einsum("c,scj->sj", heads, needs)[None]
         return {"free": free, "held": held, "needs": needs, "kept": self._all(kept)[None]}
+
+    def copied(self, pairs: Pairs) -> dict[str, int]:
+        """Each page has one owner, so a fork copies all pages of its parent."""
+        held = self.report()["held"][0]
+        return {PAGES: int(held[[parent for parent, _ in pairs]].sum())}
 
     def kept(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
         prompts = np.broadcast_to(self.prompts[slots], ends.shape)

@@ -1,5 +1,6 @@
 """The clock of simulated GPUs: a step takes its parts, recounted here."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -152,26 +153,28 @@ def test_a_run_that_swaps_takes_longer_by_its_swaps():
     assert ends[0] - ends[1] == pytest.approx(swaps_s)
 
 
-def test_forks_under_diffkv_copy_the_parents_pages():
+@pytest.mark.parametrize("pins", [0, 1])  # Pinned prefixes have a pool of their own.
+def test_forks_under_diffkv_copy_the_parents_pages(pins):
     config = EngineConfig(
-        policy="diffkv", page_size=8, max_model_len=64, kv_cache_tokens=512, chunked_prefill=False
-    )
-    copied: list[int] = []
+        policy="diffkv", page_size=8, max_model_len=64, kv_cache_tokens=512,
+        chunked_prefill=pins > 0, policy_options={"pins": pins},
+    )  # fmt: skip
+    copied: list[Mapping[str, int]] = []
 
     class Recorded(StepCost):
-        def forks_s(self, pages: int) -> float:
-            copied.append(pages)
-            return super().forks_s(pages)
+        def copies_s(self, units: Mapping[str, int]) -> float:
+            copied.append(units)
+            return super().copies_s(units)
 
     clock = Recorded.declare(SMALL, config, "a100-40")
     executor = SimulatedExecutor(clock, vocab_size=64, first_token=3, dtype="float16")
     engine = Engine(SMALL, config, executor)
     engine.generate([[5] * 41], SamplingParams(n=3, temperature=1.0, max_tokens=2))
     # Two children; the parent has as many pages at 41 tokens, after the prefill, as at its end.
-    assert copied == [2 * executor.report()["held"][0, 0]]
-    (pool,) = clock.pools.values()
-    bytes_ = copied[0] * pool.unit_bytes
-    assert clock.forks_s(copied[0]) == clock.costs.block_copies_s(bytes_)
+    pages = 2 * executor.report()["held"][0, 0]
+    assert [units for units in copied if any(units.values())] == [{"pages": pages}]
+    bytes_ = pages * clock.pools["pages"].unit_bytes
+    assert clock.copies_s({"pages": pages}) == clock.costs.block_copies_s(bytes_)
 
 
 @pytest.mark.parametrize("policy", ["vllm", "orca_max", "lserve", "diffkv"])
