@@ -97,9 +97,9 @@ def validated_prompt(
             raise ValueError("a text prompt needs a tokenizer; pass token ids")
         prompt.encode()  # Raises ValueError for half a surrogate pair; tokenizers do not.
         prompt = tokenizer.encode(prompt)
-    if np.asarray(prompt).size == 0:
-        raise ValueError("the prompt is empty")
     tokens = token_ids("a prompt", prompt, model.vocab_size)
+    if not len(tokens):
+        raise ValueError("the prompt is empty")
     if len(tokens) >= config.max_model_len:
         raise PromptTooLong(
             f"the prompt has {len(tokens)} tokens; max_model_len ({config.max_model_len}) "

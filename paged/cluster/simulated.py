@@ -19,21 +19,25 @@ from paged.requests.sequence import RequestOutput
 
 
 @dataclass
-class _Reported:
-    """The steps of an `Ahead`. reported: number of steps that have been reported."""
+class _Run:
+    """The steps of an `Ahead`, of which the last is an event. ended: number of steps that have
+    ended."""
 
     ends_s: list[float]
     free: list[int]
-    reported: int = 0
+    ended: int = 0
 
     def by(self, now: float) -> int:
         """The number of steps that ended before `now`, which never decreases. A step that ends at
         `now` is reported after the current event."""
-        ends, reported = self.ends_s, self.reported
-        while reported < len(ends) and ends[reported] < now:
-            reported += 1
-        self.reported = reported
-        return reported
+        ends, ended = self.ends_s, self.ended
+        while ended < len(ends) and ends[ended] < now:
+            ended += 1
+        self.ended = ended
+        return ended
+
+    def first(self, steps: int) -> "_Run":
+        return _Run(self.ends_s[:steps], self.free[:steps], self.ended)
 
 
 class SimulatedCluster:
@@ -46,8 +50,9 @@ class SimulatedCluster:
     keep_records: whether the engines keep their own records.
     skip: whether decode runs (`paged.decode_runs`) are executed in one call. The engines' event
         logs then lack these steps. During a decode run the cluster sees only the runner's free
-        memory, which `Ahead` has computed. The steps are executed when the cluster calls the
-        runner, before the cluster reads tokens, and at the end of the decode run.
+        memory, which `Ahead` has computed. The steps are executed before the cluster reads tokens,
+        and at the end of the decode run. If the cluster calls the runner, the decode run ends after
+        the current step.
     keep_outputs: whether `serve` returns outputs, which are large for hours of simulated time.
     """
 
@@ -62,7 +67,7 @@ class SimulatedCluster:
         }
         self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
         self._rebalance_s, self._skip, self._keep_outputs = rebalance_s, skip, keep_outputs
-        self._ahead: dict[str, _Reported] = {}  # runs of decode steps, by runner
+        self._runs: dict[str, _Run] = {}  # decode runs, by runner
         self.now = 0.0
 
     def serve(
@@ -84,7 +89,7 @@ class SimulatedCluster:
             )
 
         def again(period_s: float, what: Callable[[], Any]) -> None:
-            cut(*self._ahead)
+            self._execute_ended()
             what()
             if len(names) < len(arrivals) or self.cluster.has_unfinished():
                 at(self.now + period_s, partial(again, period_s, what))
@@ -98,25 +103,23 @@ class SimulatedCluster:
         def begin(uuid: str) -> None:
             steps.add(uuid)
             if (ahead := self._steps_ahead(uuid)) is not None:
-                run = self._ahead[uuid] = _Reported(ahead.ends_s.tolist(), ahead.free.tolist())
-                at(run.ends_s[-1], partial(end, uuid, run))
-                return
+                return follow(uuid, _Run(ahead.ends_s.tolist(), ahead.free.tolist()))
             when, events = self._step(self._runners[uuid])
             at(when, partial(report, uuid, events))
 
-        def end(uuid: str, run: _Reported) -> None:
-            if self._ahead.get(uuid) is run:  # Otherwise the run was cut.
-                del self._ahead[uuid]
+        def follow(uuid: str, run: _Run) -> None:
+            self._runs[uuid] = run
+            at(run.ends_s[-1], partial(end, uuid, run))
+
+        def end(uuid: str, run: _Run) -> None:
+            if self._runs.get(uuid) is run:  # Otherwise the run has been shortened.
+                del self._runs[uuid]
                 report(uuid, self._runners[uuid].take(run.ends_s[-1]))
 
-        def cut(*uuids: str) -> None:
-            """Execute the runs' steps so far; the current step is reported when it ends."""
-            for uuid in uuids:
-                run, runner = self._ahead.pop(uuid), self._runners[uuid]
-                if reported := run.by(self.now):
-                    self.cluster.receive(uuid, runner.take(run.ends_s[reported - 1]))
-                when = run.ends_s[reported]
-                at(when, partial(report, uuid, runner.take(when)))
+        def end_after_current_step(uuid: str, run: _Run) -> None:
+            steps = run.by(self.now) + 1
+            if steps < len(run.ends_s):
+                follow(uuid, run.first(steps))
 
         steps: set[str] = set()  # runners whose next events are on the heap
         at(0.0, partial(again, period_s, lambda: observe(self.now)))
@@ -127,11 +130,13 @@ class SimulatedCluster:
             self.now, _, what = heapq.heappop(heap)
             self._look_at_runs()
             what()
-            cut(*[uuid for uuid in self._ahead if self._runners[uuid].is_asked])
+            for uuid, run in list(self._runs.items()):
+                if self._runners[uuid].is_asked:
+                    end_after_current_step(uuid, run)
             for uuid, runner in self._runners.items():
                 if uuid not in steps and runner.has_work:
                     begin(uuid)
-        cut(*self._ahead)
+        self._execute_ended()
         self.cluster.cancel_all()
         if not self._keep_outputs:
             return []
@@ -139,9 +144,15 @@ class SimulatedCluster:
 
     def _look_at_runs(self) -> None:
         """Set the free memory of each runner in a run to its value after the latest ended step."""
-        for uuid, run in self._ahead.items():
-            if reported := run.by(self.now):
-                self.cluster.state.gpus[uuid].free_tokens = run.free[reported - 1]
+        for uuid, run in self._runs.items():
+            if ended := run.by(self.now):
+                self.cluster.state.gpus[uuid].free_tokens = run.free[ended - 1]
+
+    def _execute_ended(self) -> None:
+        """Execute and report the steps of all runs that have ended."""
+        for uuid, run in self._runs.items():
+            if ended := run.by(self.now):
+                self.cluster.receive(uuid, self._runners[uuid].take(run.ends_s[ended - 1]))
 
     def _steps_ahead(self, uuid: str) -> Ahead | None:
         """The decode steps that a runner between two steps can execute in one call; None if there

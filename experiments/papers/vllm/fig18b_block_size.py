@@ -2,7 +2,8 @@
 
     python -m experiments.papers.vllm.fig18b_block_size
 
-OPT-13B runs at the rates of Fig. 13, with blocks of 1 to 256 tokens. Two effects oppose each other.
+OPT-13B runs at the rates of Fig. 13 (the paper does not say its rates; --sharegpt_rate and
+--alpaca_rate change them), with blocks of 1 to 256 tokens. Two effects oppose each other.
 Large blocks are partly empty, which wastes memory and bandwidth. Small blocks make the kernel bound
 by latency. A warp of vLLM's kernel reads its blocks one after the other, 32 tokens at a time. Each
 read costs the latency of two dependent accesses, to the block's number and to its content
@@ -94,6 +95,8 @@ def declare(
 @dataclass(frozen=True)
 class BlockFlags(RateFlags):
     sizes: tuple[int, ...] = flag(SIZES, "tokens of a block", least=1, most=opt.CONTEXT)
+    sharegpt_rate: float = flag(RATES["sharegpt"], "ShareGPT's requests a second", above=0)
+    alpaca_rate: float = flag(RATES["alpaca"], "Alpaca's requests a second", above=0)
     sharegpt_s: float = flag(900.0, "seconds of ShareGPT's arrivals", least=1)
     alpaca_s: float = flag(60.0, "seconds of Alpaca's arrivals", least=1)
     latency_knob: float = flag(1.0, "times the latency of the GPU's memory", least=0, most=10)
@@ -105,11 +108,12 @@ def run_case(latency_knob: float, case: Case) -> Row:
 
 def measure(flags: BlockFlags, run: Run) -> Iterator[Changed]:
     cases: list[tuple[str, Case]] = []
-    for dataset, rate in RATES.items():
+    for dataset in RATES:
+        rate, seconds = getattr(flags, f"{dataset}_rate"), getattr(flags, f"{dataset}_s")
         for size in flags.sizes:
             case = Case(
-                "13b", dataset, "vllm", rate, flags.sigma_of(dataset),
-                getattr(flags, f"{dataset}_s"), flags.seed, flags.host, block_size=size,
+                "13b", dataset, "vllm", rate, flags.sigma_of(dataset), seconds, flags.seed,
+                flags.host, block_size=size,
             )  # fmt: skip
             cases += [("", case), *knobs.varied(case, flags.knobs).items()]
     yield from changed(run, run_case, cases, flags.jobs, flags.latency_knob)
@@ -141,12 +145,13 @@ def holds(found: Mapping[str, float]) -> bool:
     return max(near) <= NEAR < min(far)
 
 
-def draw(_: BlockFlags, figure: Figure, points: Sequence[Changed]) -> None:
+def draw(flags: BlockFlags, figure: Figure, points: Sequence[Changed]) -> None:
     for axes, dataset in zip(figure.subplots(1, len(RATES)), RATES):
         mine = [p for p in points if p.dataset == dataset and not p.change]
         axes.bar([str(p.block_size) for p in mine], [p.latency_s for p in mine])
         axes.set(xlabel="block size, tokens", ylabel="normalised latency, s/token")
-        axes.set_title(f"{dataset}, {RATES[dataset]:g} requests/s", loc="left", fontsize="medium")
+        rate = getattr(flags, f"{dataset}_rate")
+        axes.set_title(f"{dataset}, {rate:g} requests/s", loc="left", fontsize="medium")
 
 
 STUDY = Study(
