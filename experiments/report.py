@@ -32,6 +32,10 @@ from pallas_kernels.ops import OPS
 
 HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
+STAR = (
+    "<sup>*</sup>: the run was shorter than the full setting, or omitted a part of it; the "
+    "system's page gives the result of a full run, if one was made."
+)
 MARKS = {"works": "●", "refused": "–", "wrong": "✗"}
 FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
 PRINTED = re.compile(r"(?:Figs?\.|Tables?|Algorithm) \d+\w*(?:(?:, | and | to )\d+\w*)*")
@@ -112,6 +116,11 @@ class Row:
         return not self.report["at_setting"]
 
     @property
+    def changed(self) -> str:
+        """The result's flags that differ from the setting (`Study.changed`)."""
+        return self.study.changed(self.report["flags"]) if self.report and self.has_result else ""
+
+    @property
     def values(self) -> Sequence[Mapping[str, Any]]:
         return self.report["values"] if self.report and self.has_result else ()
 
@@ -185,10 +194,11 @@ def by_kind(of: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def counted(of: Iterable[Row]) -> dict[str, int]:
-    """The rows' `experiments.reproduce.counts`; `failed` is the number of rows without a result."""
-    return counts(
+    """The rows' `experiments.reproduce.counts`, with `no_result` in place of `failed`."""
+    numbers = counts(
         (row.study, NONE if row.verdict == NOT_RUN else row.verdict, row.report) for row in of
     )
+    return numbers | {"no_result": numbers.pop("failed")}
 
 
 # -- Markdown ------------------------------------------------------------------------------------
@@ -209,6 +219,8 @@ def summary_table(of: Sequence[Row], up: str) -> str:
             for verdict in VERDICTS
         ]  # fmt: skip
         lines.append(f"| [{name}]({up}docs/systems/{paper}.md) | {' | '.join(cells)} |")
+    if any(row.by_other_flags for row in of):
+        lines += ["", STAR]
     return "\n".join(lines)
 
 

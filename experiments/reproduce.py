@@ -19,9 +19,10 @@ core by default, each in its own process. Studies that depend on measured times 
 the others.
 
 summary.json in --output_dir holds numbers of studies: rows, with_result, at_setting, claims_held,
-not_run, wrong_setting, failed, stale. A result that is not at the paper's setting (as with
---scale=quick) is replaced by the committed result at the paper's setting, if there is one; `stale`
-counts results of which code or input files have changed since. If no studies are named and some
+not_run, wrong_setting, failed, committed, stale. A result that is not at the paper's setting (as
+with --scale=quick) is replaced by the committed result at the paper's setting, if there is one;
+`committed` counts these. `stale` counts results, committed ones included, of which code or input
+files have changed since. If no studies are named and some
 are simulated, summary.json also has simulated_hour_s: CPU seconds to simulate an hour of vLLM's
 Fig. 12a with the simulator of these studies.
 """
@@ -230,6 +231,7 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
     ]
     numbers: dict[str, float] = dict(counts(counted))
     results = [(s, report) for s, _, report in counted if report and s.kind != "not run"]
+    numbers["committed"] = sum(theirs is not ours for (*_, theirs), (*_, ours) in zip(counted, of))
     numbers["stale"] = sum(not s.is_unchanged(report) for s, report in results)
     if status <= 128 and not flags.studies and any(s.kind == "simulated" for s in wanted):
         numbers["simulated_hour_s"] = opt.hour_s()

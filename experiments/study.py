@@ -33,10 +33,10 @@ from typing import Any, Literal, get_type_hints
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import run_record, serving
+from experiments.lib import run_record, serving, shipped
 from experiments.lib.program import Program, refusals
 from experiments.lib.sources import inputs_hash, sources_hash
-from experiments.lib.typed_flags import Flags, Output, flag, flat
+from experiments.lib.typed_flags import Flags, Output, flag
 
 KEPT = "kept"
 JOBS = "jobs"  # the field of `jobs_flag`, which changes the speed but not the setting
@@ -197,13 +197,17 @@ class Study[F: Flags, R]:
         path = Path(self.file)
         return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
-    def changed(self, flags: F) -> str:
-        """The flags that differ from the setting, as text, with the setting's in brackets."""
-        now, full = flat(flags), flat(self.at("full"))
+    def changed(self, flags: F | Mapping[str, Any]) -> str:
+        """The flags that differ from the setting, as text, with the setting's in brackets. flags:
+        of a run, or of its report."""
+        now, full = (
+            {name: shipped.named(value) for name, value in run_record.flat(plain).items()}
+            for plain in map(run_record.plain, (flags, self.at("full")))
+        )
         return ", ".join(
             f"--{name}={_as_given(value)} ({_as_given(full[name])})"
             for name, value in now.items()
-            if value != full[name] and name != JOBS
+            if name in full and value != full[name] and name != JOBS
         )
 
     def at(self, scale: Literal["quick", "full"]) -> F:
@@ -379,7 +383,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _as_given(value: Any) -> str:
     """A flag's value in the form of the command line."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def table_of(rows: Sequence[Any]) -> str:

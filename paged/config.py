@@ -45,8 +45,8 @@ class EngineConfig(CacheConfig):
     )
     chunked_prefill: bool = described(
         True,
-        "whether a prompt may be split over steps; never by policies that need whole prompts, nor "
-        "if a step holds the longest one, and no prefill tile of the policy beside other tokens",
+        "whether a prompt may be split over steps; off for policies that need whole prompts, and "
+        "if a step holds the longest prompt, but no prefill tile of the policy beside other tokens",
     )
     page_size: int = described(16, "tokens of a KV page", least=1, below=2**31)
     kv_cache_tokens: int = described(

@@ -132,9 +132,8 @@ def fields_of(dataclass: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def _define_policy_flags() -> None:
     """Define a flag --POLICY_FIELD for each KV policy option that has a help text. If an option's
     metadata has a function "read", the flag is a path, and the function loads the file."""
-    flags.DEFINE_string(
-        "policy_options", "", "a JSON object: the options of --policy=MODULE:ATTRIBUTE"
-    )
+    with group("--policy=MODULE:ATTRIBUTE"):
+        flags.DEFINE_string("policy_options", "", "a JSON object: the policy's options")
     for policy, declared in POLICIES.items():
         hints = get_type_hints(declared.options)
         with group(f"--policy={policy}"):

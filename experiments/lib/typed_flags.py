@@ -89,14 +89,6 @@ def parts_of(kind: type[Flags]) -> dict[str, Any]:
     }
 
 
-def flat(flags: Flags) -> dict[str, Any]:
-    """The values of all flags by name."""
-    values = dict(vars(flags))
-    for name in parts_of(type(flags)):
-        values = vars(values.pop(name)) | values
-    return values
-
-
 def _allowed(metadata: Any, value: Any) -> str | None:
     """The allowed values in words, if the value is not allowed; else None."""
     if "choices" in metadata and value not in metadata["choices"]:

@@ -80,9 +80,18 @@ def test_rows_are_counted_by_kind_and_verdict(rows):
     assert len(figures) == 4
     counts = report.counted(figures)
     assert (counts["rows"], counts["with_result"], counts["claims_held"]) == (4, 2, 1)
-    assert (counts["not_run"], counts["failed"]) == (1, 1)
+    assert (counts["not_run"], counts["no_result"]) == (1, 1)
     assert report.by_kind(figures)["counted"][report.FAILS] == 1
     assert rows[0].within == (1, 1)
+
+
+def test_flags_that_differ_from_the_setting_are_on_the_page(rows, monkeypatch):
+    monkeypatch.setattr(report.Row, "stale", False)
+    assert not rows[0].changed
+    given = {**(rows[0].report or {}), "flags": {"sizes": [1, 2], "scale": 2.0, "how": "exact"}}
+    other = report.Row(rows[0].study, rows[0].folder, given)
+    assert "--scale=2.0 (1.0)" in other.changed
+    assert other.changed in report.site([other])["vllm.html"]
 
 
 def test_the_command_is_that_of_the_run(rows):

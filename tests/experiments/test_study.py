@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments import reproduce
-from experiments.lib import run_record, serving, sources
+from experiments.lib import run_record, serving, shipped, sources
 from experiments.lib.program import Refused
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Run, Setting, Study, Values, jobs_flag
@@ -431,6 +431,18 @@ def test_studies_run_from_any_folder(tmp_path, monkeypatch):
     folders = {study.name: tmp_path / "results"}
     assert list(reproduce.run_all([study], "quick", folders, 1)) == [0]
     assert reproduce.read(tmp_path / "results") and Path.cwd() == tmp_path
+
+
+def test_a_shipped_path_is_the_setting_from_any_folder(tmp_path, monkeypatch):
+    @dataclass(frozen=True)
+    class PathFlags(Flags):
+        model: str = flag("configs/models/opt-13b", "whose shape", path=True)
+
+    study: Study = replace(STUDY, flags=PathFlags, full={}, quick={})  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    assert study.is_at_setting(PathFlags(model=shipped.found("configs/models/opt-13b")))
+    other = PathFlags(model=shipped.found("configs/models/opt-66b"))
+    assert study.changed(other) == "--model=configs/models/opt-66b (configs/models/opt-13b)"
 
 
 def test_every_study_has_a_claim_its_rule_and_flags_for_both_scales():

@@ -129,8 +129,10 @@ def test_help_lists_all_flags_in_groups():
             groups[line] = []
         elif flag := re.match(r"  --(?:\[no\])?(\w+): ", line):
             list(groups.values())[-1].append(flag[1])
-    names = "program model engine --policy=lserve --policy=diffkv limits output"
+    policies = "--policy=MODULE:ATTRIBUTE --policy=lserve --policy=diffkv"
+    names = f"program model engine {policies} limits output"
     assert list(groups) == [f"{name}:" for name in names.split()]
+    assert groups["--policy=MODULE:ATTRIBUTE:"] == ["policy_options"]
     assert {"host", "port", "executor", "adapters"} < set(groups["program:"])
     assert set(groups["output:"]) == {"output_dir", "overwrite"}
     assert {"model", "dtype"} < set(groups["model:"])
