@@ -43,7 +43,7 @@ class Host:
 
 
 HOSTS = {
-    # The host's work is done while the device computes the step before; it takes 0.14 ms for 256
+    # The host's work is done while the device computes the step before; it takes 0.2 ms for 256
     # sequences (experiments/bench/host.py on two CPU cores), less than any step here.
     "none": Host(),
     # A decode step of a 7B model in batches of 32 on an A100-80 takes about 30 ms (Punica §5.2).
