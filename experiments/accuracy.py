@@ -4,9 +4,10 @@ A system is an engine configuration. Systems are scored as in `experiments.evalu
 answers, by the log-probability of the reference answers, and by the divergence of the system's
 next-token distributions from the first system's, along the reference answers.
 
-A study takes long, so answers are kept in its folder (`lib/kept_answers.py`). A later run in that
-folder reuses an answer unless its inputs, the packages' versions, JAX's backend, or the sources
-that make prompts, generate answers and score them have changed.
+A study takes long, so answers are kept in its folder, or by `experiments.reproduce` in a folder
+that studies share (`lib/kept_answers.py`). A later run in that folder reuses an answer unless its
+inputs, the packages' versions, JAX's backend, or the sources that make prompts, generate answers
+and score them have changed.
 """
 
 import dataclasses
@@ -87,7 +88,7 @@ class Row:
     logprob: log-probability of the reference answers, per token.
     divergence: KL divergence of next-token distributions from `reference`'s, in nats per token.
     kv_memory_fraction, high, low, top, kv_read_fraction: means of the fields of `kv_held.Held`;
-        None under a policy that keeps all tokens unchanged.
+        None if the policy's layout has no `stored`, and kv_read_fraction also if no step generated.
     """
 
     system: str
@@ -115,7 +116,8 @@ class Row:
 
 
 def rows_of(system: str, found: Evaluation, reference: str, other: Evaluation) -> list[Row]:
-    """A row for each task and context, and a row for all prompts, paired with `reference`."""
+    """A row for each task and context, and one for all prompts if there are several, paired with
+    `reference`."""
     return [_row(system, reference, each, found) for each in accuracies(found, other)]
 
 

@@ -19,12 +19,13 @@ core by default, each in its own process. Studies that depend on measured times 
 the others.
 
 summary.json in --output_dir holds numbers of studies: rows, with_result, at_setting, claims_held,
-not_run, wrong_setting, failed, committed, stale. A result that is not at the paper's setting (as
-with --scale=quick) is replaced by the committed result at the paper's setting, if there is one;
-`committed` counts these. `stale` counts results, committed ones included, of which code or input
-files have changed since. If no studies are named and some
-are simulated, summary.json also has simulated_hour_s: CPU seconds to simulate an hour of vLLM's
-Fig. 12a with the simulator of these studies.
+not_run, wrong_setting, failed, committed, stale. A missing result, and one that is not at the
+paper's setting (as with --scale=quick), is replaced by the committed result at the paper's setting,
+if there is one; `committed` counts these. Rows whose own result is missing, partial or stale are
+not in with_result. `stale` counts results, committed ones included, of which code or input files
+have changed since. If no studies are named and some are simulated, summary.json also has
+simulated_hour_s: CPU seconds to simulate an hour of vLLM's Fig. 12a with the simulator of these
+studies.
 """
 
 import functools
@@ -103,13 +104,13 @@ def chosen(names: Sequence[str], kinds: Sequence[str]) -> list[Study]:
 
 
 def _begins(wanted: str):
-    """A test whether a name begins with whole parts of `wanted`: vllm/fig1 does not match
-    vllm/fig12_latency."""
+    """A test whether `wanted` is a name, or its beginning up to a `/` or `_`: vllm/fig1 does not
+    match vllm/fig12_latency."""
     return lambda name: name == wanted or name.startswith((f"{wanted}/", f"{wanted}_"))
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """A study's report.json; None if it is missing, incomplete or of another format."""
+    """A study's report.json; None if it is missing, is not JSON, or lacks a field of REPORT."""
     try:
         report = json.loads((folder / "report.json").read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """A study: a figure or table of a paper, or a benchmark, with one common runner.
 
-A study is a module of `experiments/papers/PAPER/` or `experiments/bench/` that defines `STUDY`. Its
-name is its path there, as vllm/fig12_latency_over_rate. A study is a program (`STUDY.run()`), and
+A study is a module that defines `STUDY`. Its name is its path, as vllm/fig12_latency_over_rate in
+`experiments/papers/` or bench/http in `experiments/`. A study is a program (`STUDY.run()`), and
 `experiments.reproduce` runs several. Each writes to its folder:
 
     rows.csv       the measured rows, a line each
@@ -10,8 +10,8 @@ name is its path there, as vllm/fig12_latency_over_rate. A study is a program (`
                    versions, hardware, commit
     summary.json   the values alone: name -> number
 
-Rows that `Run.once` made are kept until the study is complete; rows of simulated studies are kept
-until their sources change. So an interrupted run can be resumed.
+Rows that `Run.once` made are kept until the study is complete; rows of simulated studies are reused
+while sources, inputs and package versions are the same. So an interrupted run can be resumed.
 """
 
 import dataclasses
@@ -198,8 +198,8 @@ class Study[F: Flags, R]:
         return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
     def changed(self, flags: F | Mapping[str, Any]) -> str:
-        """The flags that differ from the setting, as text, with the setting's in brackets. flags:
-        of a run, or of its report."""
+        """The flags that differ from those at scale full, as text, with full's values in brackets.
+        flags: of a run, or of its report."""
         now, full = (
             {name: shipped.named(value) for name, value in run_record.flat(plain).items()}
             for plain in map(run_record.plain, (flags, self.at("full")))
@@ -417,7 +417,7 @@ def values_table(values: Sequence[Mapping[str, Any]], tolerance: float) -> list[
 
 
 def shown(value: Any) -> str:
-    """The text of a table's cell. Numbers have four digits."""
+    """The text of a table's cell. Floats below 10,000 have four significant digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -5,7 +5,8 @@ admitted. A run ends before the first step in which the scheduler might decide a
 policy still decides how memory grows. After a step with prefills, or with rows that end, a run has
 only one step, and the engine applies the earlier step's outputs as usual.
 
-The steps of a run have records, but no events in the log.
+The steps of a run have records, but no `schedule` events. A step whose outputs a run applies has no
+`step` event.
 """
 
 import functools
@@ -34,7 +35,7 @@ class RunningExecutor(Executor, Protocol):
 
     @property
     def takes_runs(self) -> bool:
-        """Whether step times and tokens depend on contexts alone."""
+        """Whether times and tokens of several decode steps can be computed in advance."""
         ...
 
     @property
@@ -48,7 +49,7 @@ class RunningExecutor(Executor, Protocol):
         """Seconds [k] of k steps that each compute one token of every row.
 
         slots: [n] slots of the rows.
-        contexts: [k, n] tokens of each row after the step.
+        contexts: [k, n] computed tokens of each row after the step.
         adapters: [n] adapter slots, -1 for none.
         """
         ...
@@ -104,7 +105,7 @@ class Run:
     records: records of the steps whose outputs have been applied, beginning with the step that was
         in flight before the run; empty if that step's outputs have not been applied.
     flight: the last step.
-    clock_s: the end of the newest step whose outputs have been applied.
+    clock_s: the end of the newest step whose outputs have been applied; unused without records.
     """
 
     steps: int
@@ -117,7 +118,8 @@ class Run:
 class Ahead:
     """The next k steps, which only decode, if no request arrives or is aborted in between.
 
-    ends_s: [k] the clock after the engine call that applies each step's outputs.
+    ends_s: [k] the clock after the engine call that dispatches each step: the end of the step
+        before it.
     free: [k] free tokens of KV memory at that time.
     """
 
@@ -131,7 +133,7 @@ class _Certain:
     enough memory.
 
     slots: [n] slots of their rows.
-    lengths: [n] tokens after the first step.
+    lengths: [n] computed tokens after the first step.
     ends_s: [k + 1 or more] end of the step in flight, and of each step.
     tokens: [k + 1, n] tokens sampled by the step in flight, and by each step.
     """
@@ -179,9 +181,9 @@ class DecodeRuns:
     def next(
         self, flight: InFlight, until_s: float, max_steps: int, previous_end_s: float
     ) -> Run | None:
-        """A run of the steps that begin before `until_s`, at least one and at most `max_steps`;
-        None if the scheduler must decide. flight: the step in flight. previous_end_s: the end of
-        the step before it."""
+        """A run of the steps whose engine calls begin before `until_s`, at least one and at most
+        `max_steps`; None if the scheduler must decide. flight: the step in flight. previous_end_s:
+        the end of the step before it."""
         rows = self._rows(flight) if self._can_grow() else None
         if rows is None:
             return None
@@ -212,7 +214,8 @@ class DecodeRuns:
 
     def ahead(self, flight: InFlight, previous_end_s: float) -> Ahead | None:
         """The steps that `next` would take if no request arrived in between, without taking them.
-        None if there are none, if a request waits, or if the host half is not a `SteadyHost`."""
+        None if there are none, if the step in flight has other rows, if a request waits, or if the
+        host half is not a `SteadyHost`."""
         policy = self._scheduler.policy
         if self._scheduler.waiting or not _is_steady(type(policy)):
             return None
@@ -256,8 +259,8 @@ class DecodeRuns:
         return _Certain(slots, lengths, ends, tokens[: most + 1]) if most else None
 
     def _rows(self, flight: InFlight) -> tuple[np.ndarray, bool] | None:
-        """(slots of the next step's rows, whether the step in flight has the same rows, none of
-        which ends); None if the scheduler must decide."""
+        """(slots of the next step's rows, whether the step in flight decodes exactly these rows);
+        None if the scheduler must decide."""
         scheduler, step, s = self._scheduler, flight.step, self._scheduler.slots
         if scheduler.waiting and not scheduler.nobody_enters:
             return None

@@ -1,8 +1,9 @@
 """The engine's loop. Each step: schedule → build its inputs → dispatch → apply its outputs.
 
 The host runs one step ahead. It dispatches a step before it has read the previous step's tokens,
-which are inputs of the new step on the device. The end of a sequence is therefore detected one step
-late, and the extra token is dropped.
+which are inputs of the new step on the device. An end by a sampled token or a stop string is
+therefore detected one step late, and the extra token is dropped. An end at the length limit is
+known before.
 """
 
 import time
@@ -33,8 +34,9 @@ from paged.scheduling.scheduler import Scheduler
 class EngineLoop:
     """Runs the scheduler's steps on one executor; only `Engine` calls it.
 
-    round: number of `run_step` calls and of skipped rounds so far. Calls that only waited for an
-        adapter are excluded, because their number depends on the clock.
+    round: number of rounds so far. A `run_step` call is one round, or one for each step of a decode
+        run. Calls that only waited for an adapter are excluded, because their number depends on the
+        clock.
 
     After an exception from `run_step` host and device may disagree. Then `reset` must be called.
     """
@@ -91,8 +93,8 @@ class EngineLoop:
 
     def run_step(self, until_s: float | None = None, max_steps: int = LONGEST) -> None:
         """Dispatch the next step, if there is anything to compute, and apply the previous step's
-        outputs. until_s: if possible, run up to `max_steps` decode steps that begin before this
-        time (`DecodeRuns`)."""
+        outputs. until_s: if possible, run up to `max_steps` decode steps whose engine calls
+        begin before this time (`DecodeRuns`)."""
         if until_s is not None and self._skip(until_s, max_steps):
             return
         began, self._waited_s = time.perf_counter(), 0.0

@@ -36,7 +36,7 @@ class Runner(Protocol):
 class _Attempt:
     """An attempt at a request.
 
-    sent: output tokens reported so far, by sequence.
+    sent: number of output tokens that the cluster knows, by sequence.
     ended: whether the end has been reported, by sequence.
     grows: whether every token is reported; otherwise only the first tokens and the end.
     plain: the only sequence of a request that reports every token and nothing else; None for other
@@ -115,8 +115,8 @@ class EngineRunner:
 
     def step(self, logged: bool = True) -> list[Event]:
         """Empty the inbox, and run a step if there is work. Returns the new events; the status, if
-        any, is the last. logged: whether the engine's event log must have the step; in simulated
-        time a step without it may be quicker."""
+        any, is the last. logged: whether the engine's event log must have the step; without,
+        simulation may be quicker."""
         while not self._inbox.empty():
             self._take(self._inbox.get())
         if not self.engine.has_unfinished():
@@ -129,8 +129,8 @@ class EngineRunner:
         return self.engine.loop.decodes_ahead() if self._inbox.empty() else None
 
     def take(self, until_s: float) -> list[Event]:
-        """Run all steps of `ahead` that begin before `until_s`, without reading the inbox. Returns
-        the new events."""
+        """Run all steps of `ahead` whose engine calls begin before `until_s`, without reading the
+        inbox. Returns the new events."""
         clock = self.engine.executor.clock
         while clock.now() < until_s:
             ended = self.engine.run_until(until_s)

@@ -43,11 +43,13 @@ class _Run:
 class SimulatedCluster:
     """A cluster of engines, each with its own virtual clock.
 
-    Events happen in the order of time. A step's events reach the cluster when the step ends, and
-    the cluster's calls reach a runner between its steps. Equal arrivals give equal results.
+    Events happen in the order of time. Without `skip`, a step's events reach the cluster when the
+    step ends. The cluster's calls reach a runner between its steps. Equal arrivals give equal
+    results.
 
     engines: the engines, by UUID.
-    keep_records: whether the engines keep their own records.
+    keep_records: whether the engines keep their records and events; otherwise they are summed up
+        and deleted.
     skip: whether decode runs (`paged.decode_runs`) are executed in one call. The engines' event
         logs then lack these steps. During a decode run the cluster sees only the runner's free
         memory, which `Ahead` has computed. The steps are executed before the cluster reads tokens,
@@ -149,14 +151,14 @@ class SimulatedCluster:
                 self.cluster.state.gpus[uuid].free_tokens = run.free[ended - 1]
 
     def _execute_ended(self) -> None:
-        """Execute and report the steps of all runs that have ended."""
+        """Execute and report, for each run, its steps that have ended."""
         for uuid, run in self._runs.items():
             if ended := run.by(self.now):
                 self.cluster.receive(uuid, self._runners[uuid].take(run.ends_s[ended - 1]))
 
     def _steps_ahead(self, uuid: str) -> Ahead | None:
         """The decode steps that a runner between two steps can execute in one call; None if there
-        are fewer than two, or without `skip`."""
+        are fewer than two, if the first ends now, or without `skip`."""
         if not self._skip:
             return None
         runner = self._runners[uuid]

@@ -37,16 +37,16 @@ class Sizes:
 
 
 class HostPolicy(Protocol):
-    """Ownership of the memory, by slot. The scheduler calls the methods. There are no tensors.
+    """Ownership of the memory, by slot. The engine calls the methods. There are no tensors.
 
     The order of calls in a round:
 
     - a step's results arrive: `observe`
     - its tokens are applied: `free`, `fork`
-    - running groups grow: `can_append`, `swap_out` of preempted groups, `append`
+    - running groups grow: `can_append`, `swap_out` or `free` of preempted groups, `append`
     - groups enter: `can_admit` and `admit`, or `can_swap_in` and `swap_in`
-    - the next step is decided: `advance`, `computed`
-    - its inputs are built: `take_moves`, `tables`
+    - the next step is decided: `advance`, `computed`, `take_moves`
+    - its inputs are built: `tables`
 
     If no step is in flight, a group that `fits` always has room: `can_append` is true when the
     group runs alone, `can_admit` and `can_swap_in` are true when nothing runs.
@@ -72,7 +72,8 @@ class HostPolicy(Protocol):
     def observe(self, number: int, report: Any) -> None:
         """Step `number` has run; `report` is the device half's state at its end.
 
-        For a slot, reports are valid from the first step on that began with the slot's state.
+        A report's entry for a slot is valid only if its step began with the sequence's state in the
+        slot.
         """
         raise AssertionError("the device half reports nothing")
 
@@ -110,13 +111,13 @@ class HostPolicy(Protocol):
         raise AssertionError("no fork: see the policy's capabilities")
 
     def advance(self, number: int, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        """Step `number` will write tokens starts [n] .. ends [n] of `slots` [n]. Memory that no
+        """Step `number` will write tokens starts [n] to ends [n] - 1 of `slots` [n]. Memory that no
         later step reads may be freed here. Never fails: `admit` and `append` reserved the room."""
         ...
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        """The step of the last `advance` computes the `num_tokens` that `child` shares with
-        `parent`. `child` was admitted with `parent` as its parent."""
+        """The `num_tokens` that `child` shares with `parent` are computed by the step of the last
+        `advance`, or were cached. `child` was admitted with `parent` as its parent."""
         return
 
     def free(self, slot: int) -> None:
@@ -162,7 +163,8 @@ class HostPolicy(Protocol):
         ...
 
     def owners(self) -> dict[str, np.ndarray]:
-        """int32 owner of each unit, by pool: a slot, or a constant of `paged.kv_cache.owners`."""
+        """int32 owner of each unit but a null unit, by pool: a slot, or a constant of
+        `paged.kv_cache.owners`."""
         ...
 
     def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:
@@ -180,7 +182,8 @@ class HostPolicy(Protocol):
 
 
 class PrefixCachingHost(HostPolicy, Protocol):
-    """The further methods of a host half with the capability `prefix_cache`."""
+    """The further methods of a host half with the capability `prefix_cache`. A host half with the
+    capability `pins` has only `pin`."""
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
         """Let other sequences share the first `num_tokens` [S] of tokens [num_slots, max_tokens] of
@@ -188,7 +191,7 @@ class PrefixCachingHost(HostPolicy, Protocol):
         ...
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> Any:
-        """Keep the blocks of the prompt `tokens` of `slot` in the cache for good.
+        """Keep the prompt `tokens` of `slot` for later prompts, for good.
         root: the group's `cache_root`."""
         ...
 

@@ -61,7 +61,7 @@ class ShardedModel:
 
 
 class CacheConfig:
-    """The fields of `EngineConfig`, its subclass, that policies read."""
+    """The part of the configuration that policies read. `EngineConfig` is a subclass."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -89,9 +89,9 @@ class CacheConfig:
 
 
 class KVPolicy(Protocol):
-    """Writes and reads pages, by pure functions over a pytree `cache`, run under jit.
+    """The device half: writes and reads pages, by pure functions over a pytree `cache`, under jit.
 
-    A policy is a frozen dataclass, so that engines with equal device halves share programs.
+    It is a frozen dataclass, so that engines with equal device halves share programs.
 
     Shards split axis 0 of all leaves of `cache`. Units are padded with the pool's `null_unit`,
     slots with max_num_seqs, which is no slot. A policy may have a further method
@@ -113,8 +113,8 @@ class KVPolicy(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Called in each layer: write the new tokens, attend. Returns `(out [T, H, D], cache)`.
 
-        `ModelConfig.attention` has the layer's scale, soft cap and window. A policy that does not
-        support these rejects models without `plain_attention` in its `check`.
+        `ModelConfig.attention` has the layer's scale, soft cap and window. If a device half does
+        not support these, `Policy.check` rejects models without `plain_attention`.
 
         Padding tokens (`inputs.token_rows` is S) write nothing. Scatters promise XLA distinct
         indices, so each padding token has its own index beyond the pool."""
@@ -205,7 +205,7 @@ class Policy:
         None if only the configuration is checked.
     options: dataclass of its own flags. `EngineConfig.policy_options` is an instance.
     head_order: [L, K] int, the model's KV head at each place, or None for the model's order. A
-        shard has K / num_shards consecutive heads.
+        shard has K / num_shards consecutive heads, or one if there are more shards than heads.
     layout: builds its `Layout`: sizes and work. Measurements and simulation need it.
     simulated: (configuration, model, path of a recording or "") -> `SimulatedDevice`. None if the
         device half reports nothing.

@@ -40,9 +40,10 @@ class Scheduler:
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
-        # nobody_enters: no waiting group can enter a next step with the same rows, until a group is
-        # added or memory is freed. lacked_room: the last step had no room for a prompt. If it had
-        # room, nobody_enters also applies to a next step with fewer rows.
+        # nobody_enters: no waiting group can enter a next step with the same rows, or with fewer
+        # rows unless lacked_room. It ends when memory is freed, when a prefill may have cached
+        # blocks, and when a group is added, unless the head of the queue lacks memory.
+        # lacked_room: the last step had no room for a prompt.
         self.nobody_enters = self.lacked_room = False
         self._head_lacks_memory = False
         self._running_slots: np.ndarray | None = None
@@ -108,8 +109,8 @@ class Scheduler:
         self.nobody_enters = False
 
     def _ready(self, slots: np.ndarray) -> np.ndarray:
-        """The running `slots` that decode in the next step, either their newest token or a token of
-        replayed output. All beams of a group decode in the same step."""
+        """The `slots` with a decode row in the next step. The row computes the newest token, or a
+        token of replayed output. All beams of a group decode in the same step."""
         ready = slots[self.slots.generate(slots)]
         for group in self._beams:
             beams = [beam.slot for beam in group.sequences]
@@ -144,8 +145,8 @@ class Scheduler:
         slots = [sequence.slot for sequence in sequences]
         for sequence in sequences:
             sequence.computed = int(self.slots.computed[sequence.slot])
-        # Even a host pool as large as the device's can be full, because groups grow before they are
-        # swapped out.
+        # Even a host pool as large as the device's can be full: running groups grow into the memory
+        # of swapped groups, and are then swapped out too.
         if swaps(self.config, len(slots)) and self.policy.can_swap_out(slots):
             group.swapped = self.policy.swap_out(slots)
             for sequence in sequences:
@@ -325,8 +326,9 @@ class Scheduler:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the tokens that an iteration of a step sampled, `sampled` [n] by row.
 
-        Tokens of sequences that have since ended or been preempted are dropped. Returns the other
-        rows and their tokens; a negative token (`INVALID_TOKEN`) is returned but not recorded.
+        Returns the rows that yield a token in this iteration, and these tokens, without those of
+        sequences that have since ended or been preempted; a negative token (`INVALID_TOKEN`) is
+        returned but not recorded.
         """
         s = self.slots
         took = (iteration < step.yields) & (s.generation[step.slots] == step.generations)

@@ -34,15 +34,16 @@ class Fitted:
     Constants of products:
     compute, memory: reached shares of peak FLOPs and bandwidth, with the largest tile.
     start_s: seconds before a product starts.
-    waves: 1 if idle multiprocessors in the last wave cost as much as busy ones.
+    waves: exponent of the idle share of multiprocessors; 1 if they cost as much as busy ones, 0 if
+        nothing.
     overlap: infinite if arithmetic and traffic overlap entirely.
-    small_tiles: how much slower small tiles compute.
+    small_tiles: exponent of a tile's relative size; 0 if small tiles compute as fast as large ones.
 
     Constants of pointwise ops:
     rows: share of the bandwidth that ops with a thread block per row reach (norms, rotations,
         activations).
-    elements: share of the bandwidth that sums reach; it may exceed 1, because operands are partly
-        in the cache.
+    elements: share of the bandwidth that elementwise sums reach; it may exceed 1, because operands
+        are partly in the cache.
     pointwise_start_s: seconds before a pointwise op starts.
     """
 
@@ -70,8 +71,8 @@ class Assumed:
     """Constants that are assumed, not measured here. If a change of a constant by ±20 % reverses a
     result, the result must say so.
 
-    attention: share of the bandwidth at which attention, selection and compression read pages
-        (published decode kernels reach .75 to .8).
+    attention: share of the bandwidth that all parts of `Layout.work` reach: attention, writes,
+        selection, compression (published decode kernels reach .75 to .8).
     attention_compute: share of the peak that prefill attention reaches (published kernels: .45 to
         .55).
     attention_start_s: seconds before each such kernel starts.
@@ -87,7 +88,7 @@ class Assumed:
 
 
 # All-reduces among the A100s of one box (NVLink, 300 GB/s one way), fitted to Vidur's profiles:
-# number of GPUs → (seconds of the smallest all-reduce, share of the link's bandwidth).
+# number of GPUs → (seconds beside the transfer, share of the link's bandwidth).
 ALL_REDUCE = {2: (46e-6, 172 / 300), 4: (68e-6, 190 / 300), 8: (106e-6, 199 / 300)}
 SHORTEST_ALL_REDUCE_S = 40e-6
 
@@ -156,8 +157,8 @@ Op = Product | Rows | Elements
 class CostModel:
     """Seconds of all ops of a step on `machine`, or on several such GPUs of one box.
 
-    attention_knob: factor on the time of attention, selection and compression; 0.8 and 1.2 show how
-        much a result depends on their assumed rate.
+    attention_knob: factor on the time of all parts of `Layout.work`; 0.8 and 1.2 show how much a
+        result depends on their assumed rate.
     """
 
     machine: Machine

@@ -2,13 +2,13 @@
 
 A work item is a tile of up to 64 tokens that share an adapter. Each kernel has two schedules:
 
-    one token       matrix-vector products, which are bound by reading the rank pages
+    one token       the segment's only token: matrix-vector products, bound by reading rank pages
     several tokens  products on tensor cores, tokens as rows
 
-Shrink, one token: one wgmma multiplies a page of A by the token's input. Its 64 rows are 16 ranks
-in each of four chunks of columns. Its 8 columns are eight chunks of the token. So wgmma reads the
-page from shared memory, and no page passes through registers. In each row only the product with the
-same chunk of the token is used; the other seven products are discarded.
+Shrink, one token: one wgmma multiplies four chunks of columns of a page of A by the token's input.
+Its 64 rows are 16 ranks in each of the chunks. Its 8 columns are eight chunks of the token. So
+wgmma reads the page from shared memory, and no page passes through registers. In each row only the
+product with the same chunk of the token is used; the other seven products are discarded.
 
 Expand, one token: CUDA cores compute the result as a weighted sum of rows of B.
 
@@ -30,12 +30,12 @@ from pallas_kernels.lora.work_items import ROWS, padded, sgmv_schedule
 from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, swizzled, whole_product
 from pallas_kernels.ragged import ALIGNMENT
 
-CHUNKS = ROWS // PAGE_RANKS  # One token: chunks of a page in one product, the product's rows.
+CHUNKS = ROWS // PAGE_RANKS  # One token: chunks of a page in one product, 16 rows each.
 TOKEN_CHUNKS = 8  # One token: chunks of the token in one copy, the product's columns.
-CHUNK = 64, 32  # Columns of a chunk. The first number is used for which 8 chunks divide the width.
+CHUNK = 64, 32  # Columns of a chunk: the first number whose eightfold divides the width.
 STAGES = 6  # Tiles in flight in a thread block of shrink.
 WAVES = 4  # Shrink has about this many thread blocks per multiprocessor.
-MIN_STEPS = 2  # The fewest steps of a thread block of shrink.
+MIN_STEPS = 2  # The fewest steps of a thread block of shrink, but for the last part.
 TILES = 256, 128  # Output columns of a thread block of expand. The first number that fits is used.
 MOST_HELD = 512  # The most output columns times pages in a block of expand, except for TILES[-1].
 PART = 64  # Output columns of one wgmma in expand. More would need too many registers.

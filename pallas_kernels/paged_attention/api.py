@@ -44,7 +44,7 @@ def plan_decode(
 
     lengths, sliding_window, implementation: as in `paged_attention`.
     head_dim, dtype: D and the dtype of the pools.
-    format, page_size: the format and P of `QuantizedPages`; dtype is then ignored.
+    format, page_size: the format and P of `QuantizedPages`; head_dim and dtype are then ignored.
 
     Returns None where the implementation works without a schedule. Raises ValueError if lengths are
     not [S, K].
@@ -183,7 +183,7 @@ def paged_prefill_attention(
 
     q:        [T, H, D] queries. Sequence s has rows query_starts[s] to query_starts[s + 1] - 1.
     k_pages, v_pages, tables [S, K, M], page_offset, scale, sliding_window, soft_cap: as in
-              `paged_attention`.
+              `paged_attention`, but no kernel reads `QuantizedPages` here.
     query_starts: [S + 1] int32, non-decreasing from 0. Rows from query_starts[S] on are padding.
     lengths:  [S] int32 tokens of each sequence in the cache, including the chunk's tokens. The last
               query of a chunk sees all tokens, and each query before it sees one token fewer.
@@ -221,7 +221,8 @@ def paged_prefill_attention(
 
 
 def _skips(first, sliding_window, refusal: str | None) -> tuple[str | None, dict]:
-    """The kernel's refusal, also for a given `first`; and the keyword `first`, if it is given."""
+    """(why the kernel refuses, `first` included; the keyword `first`, if it is given). Raises
+    ValueError if `first` and `sliding_window` are given."""
     if first is None:
         return refusal, {}
     if sliding_window is not None:

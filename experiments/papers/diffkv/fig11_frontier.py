@@ -39,10 +39,10 @@ class FrontierFlags(AccuracyFlags):
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """(alpha_h, alpha_l) as the paper varies them: one at a time, from the first of both."""
+        """(alpha_h, alpha_l), each varied with the other at its first value, as in the paper."""
         first = self.alpha_h[0], self.alpha_l[0]
         more = [(high, first[1]) for high in self.alpha_h] + [(first[0], x) for x in self.alpha_l]
-        # No token that high precision keeps is dropped.
+        # DiffKV's options refuse an alpha_l above alpha_h.
         return list(dict.fromkeys((high, min(high, low)) for high, low in [first, *more]))
 
 

@@ -1,8 +1,8 @@
 """Text generation for many LoRA tenants, beside systems that batch one adapter at a time (Punica
 §7.2), in simulated time. Figs. 11 and 12 share this module.
 
-All requests arrive at the start and are served first come, first served, in batches of up to 32,
-with one prefill a step. The systems are
+All requests arrive at the start and are served first come, first served, in batches of up to 32.
+punica and vllm prefill one prompt a step. The systems are
 
     punica             LoRA; a batch has requests of any adapters
     vllm               the backbone without LoRA; a batch has requests of one adapter only
@@ -185,8 +185,8 @@ def _full_rate(steps: Sequence[StepRecord]) -> float | None:
 def measure(
     flags: TextFlags, run_: Run, servers: Sequence[str], systems: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows of the figure's cases. All that the claims' rules compare also run with changed
-    constants of the clock: Punica, and vLLM with distinct adapters. Punica with distinct and with
+    """Rows of the figure's cases. Punica, and vLLM with distinct adapters, which the claims' rules
+    compare, also run with changed constants of the clock (--knobs). Punica with distinct and with
     identical adapters also runs without host time."""
     sigma = flags.sigma or calibrated("sharegpt")
     cases = []
@@ -203,8 +203,8 @@ def measure(
 
 def rates(rows: Sequence[Row]) -> Values:
     """SERVER_SYSTEM_POPULARITY: output tokens a second. SERVER_slowest_over_fastest: Punica's rate
-    with the slowest popularity over its rate with the fastest. SERVER_full_batches: Punica's rate
-    over steps with a full batch, with the slowest popularity."""
+    with the slowest popularity over its rate with the fastest. SERVER_full_batches: the least
+    of Punica's rates over steps with a full batch, over popularities."""
     numbers: dict[str, float | None] = {
         f"{row.server}_{row.system}_{row.popularity}": row.tokens_per_s for row in rows
     }

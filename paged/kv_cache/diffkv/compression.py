@@ -14,8 +14,8 @@ The paper and the authors' repository have different rules. For a prompt of toke
 For generation, with N tokens including the newest, the threshold is alpha / N:
 
     paper       Algorithm 1. First the candidate, the token that leaves the window, is kept, moved
-                down or dropped. If it stays in its precision, the victim, the least significant
-                token of this precision, may be moved down or dropped
+                down or dropped. Then the victim, the least significant token of the candidate's
+                final precision, may be moved down or dropped
     repository  The least significant token of high precision outside the window, the candidate
                 included, may be moved down or dropped. A token that is moved down replaces the
                 least significant token of low precision if the replaced token is below its
@@ -105,7 +105,7 @@ class Keeper(Protocol):
         sums: [T, K] float32, sums of `prompt_attention` with `Rules.prompt_scores`.
         positions: [T] int32 from 0. Tokens of a prompt are consecutive.
         lengths: [T] int32, length N of each token's prompt.
-        alpha: [I] thresholds by precision.
+        alpha: [I] alpha of each precision's threshold.
         budget: see `budget_tokens`. Only rules with a budget use it.
         """
         ...

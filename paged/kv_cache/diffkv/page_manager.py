@@ -3,9 +3,9 @@ list and the bidirectional page tables (DiffKV §5.2, §5.3).
 
 A head is a KV head of one layer in one sequence slot; a slot has H = L * K heads. Heads hold
 different numbers of pages of each of I precisions. Every function serves all heads of a step at
-once. A prefix sum over the pages that heads take or free assigns to each head its own part of the
-free page list. No function moves keys and values. No function checks that there are enough free
-pages, which the host must ensure.
+once; only `release` takes one slot after the other. A prefix sum over the pages that heads take or
+free assigns to each head its own part of the free page list. No function moves keys and values. No
+function checks that there are enough free pages, which the host must ensure.
 """
 
 from dataclasses import replace
@@ -27,7 +27,8 @@ class Pages:
     start, free: [1] int32. (The paper has two pointers, equal for a full list and for an empty
         one.)
     tables: [num_slots, H, M] int32. The pages of the last two precisions start at the left and at
-        the right end of a row. Entries between them are undefined.
+        the right end of a row, after the first `single` columns. Entries between them are
+        undefined.
     held: [num_slots, H, I] int32 pages of each head by precision, the highest first.
     single: number of first columns that only the highest of three precisions uses; 0 with two
         precisions.

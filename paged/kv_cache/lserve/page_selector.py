@@ -34,8 +34,8 @@ def select(
     layout: Layout, layer, q_RxGxD, statistics, numbers, selected, plan: DecodePlan, pages_SxJxM,
     selects_J, schedule, implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Reusable selection (§3.5.3). Returns (`selected` of `LServeCache`, logical pages
-    [S, J, B - 1] of each row, selected now or earlier).
+    """Reusable selection (§3.5.3). Returns (`selected` of `LServeCache`, the selected
+    columns [S, J, B - 1] of each row's page table, selected now or earlier).
 
     q: [S * J, G, D].
     statistics, numbers, selected: see `LServeCache`.
