@@ -17,7 +17,7 @@ from paged.validation import Prompt, token_limit, validated_prompt
 
 
 class Arrivals:
-    """Checks requests, numbers them in order of arrival, and assigns missing ids and seeds."""
+    """Checks requests, numbers them in the order of calls, and assigns missing ids and seeds."""
 
     def __init__(self, loop: EngineLoop, requests: Requests, tokenizer):
         self._loop, self._requests, self._tokenizer = loop, requests, tokenizer

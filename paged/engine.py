@@ -62,10 +62,11 @@ class Engine:
         cls, params, model: ModelConfig, config: EngineConfig, tokenizer=None, implementation=None
     ) -> "Engine":
         """An engine on the default JAX device, or the first `tensor_parallel` devices;
-        `implementation` goes to the attention ops.
+        `implementation` goes to the attention ops and the adapters' ops.
 
-        Raises ValueError, before anything is allocated, if the model cannot be split over the
-        devices, or its sequences cannot have max_model_len tokens.
+        Raises ValueError, before anything is allocated, if there are too few devices, if the model
+        cannot be split over them or served by the policy, or if its sequences cannot have
+        max_model_len tokens.
         """
         check_model(model, config)
         shards = Shards(
@@ -109,11 +110,11 @@ class Engine:
 
         Its weights are loaded to the device when a request needs them. If the name is in use, later
         requests get the new content. The folder is read here, to check it. If steps must not wait
-        for that, another thread can call `adapters.read`, and pass the result to
-        `add_known_adapter`.
+        for that, call `adapters.read` in another thread, and `add_known_adapter` with its result
+        between two other calls.
 
         Raises ValueError, naming file and field or tensor, if the adapter cannot be served with
-        this model, or no adapters are configured.
+        this model. Also for a name that is empty or no text, and if no adapters are configured.
         """
         self.add_known_adapter(self.adapters.read(name, folder))
 
@@ -140,7 +141,8 @@ class Engine:
 
         prompt: text, or token ids.
         arrival_time: seconds on the engine's clock, now by default.
-        stream: whether `step` returns the output whenever it grows, not only at its end.
+        stream: whether `step` returns the output whenever it grows, not only at its end. A beam
+            search has one output, at its end.
         cache_salt: cached prefixes are shared only among requests with equal salt and adapter.
         adapter: name of the adapter; None for the base model. If the adapter cannot be loaded, the
             request ends with 'error'.
@@ -151,14 +153,17 @@ class Engine:
         has queued nothing.
 
         Raises ValueError, and queues nothing, for:
-            a prompt that is empty, has a token outside the vocabulary, or is too long for the
-            model or the cache;
+            a prompt that is empty, is text without a tokenizer, has a token outside the vocabulary,
+            or is too long for max_model_len or the cache;
+            sampling parameters that the model, the tokenizer, the policy or max_num_seqs rules out;
             the id of a request that is unfinished or has outputs not fetched yet;
             an arrival time in the future;
             an unknown adapter;
-            known output that `known_output.check_known` refuses.
+            known output that `known_output.check_known` refuses;
+            an argument of the wrong type.
 
-        This and all other calls raise RuntimeError while another call runs.
+        This and all other calls but `has_unfinished` and `skip_rounds` raise RuntimeError while
+        another call runs.
         """
         sampling = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, sampling)
@@ -184,8 +189,8 @@ class Engine:
 
     @exclusive
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request in any state; returns its output so far. After an interruption `step`
-        returns that output.
+        """End a request in any state; returns its output so far. If an interruption loses it,
+        `step` returns it, or the request's stream.
 
         Raises ValueError for an id that is unknown or has finished.
         """
@@ -234,8 +239,9 @@ class Engine:
     @exclusive
     def run_until(self, until_s: float, max_steps: int = LONGEST) -> list[RequestOutput]:
         """See `step`. In simulated time one call may execute a run of up to `max_steps` decode
-        steps that begin before `until_s` (`paged.decode_runs`). Results are the same, but the event
-        log lacks these steps."""
+        steps whose own calls would begin before `until_s` (`paged.decode_runs`). Results are the
+        same, but the event log lacks the `schedule` events of these steps, and the `step` events of
+        steps whose outputs the run applies."""
         self._advance(until_s, max_steps)
         return self.requests.take()
 
@@ -258,7 +264,8 @@ class Engine:
         adapters: a sequence with a name or None for each prompt.
 
         Raises ValueError as `add_request` does. If one prompt is refused, none is queued. If the
-        call is interrupted, its requests are aborted.
+        call is interrupted between steps, its requests are aborted; within a step, all requests end
+        (see `step`).
         """
         arrivals, mailbox = self._arrivals, deque[RequestOutput]()
         valid = [(arrivals.validated(p, how), how) for p, how in paired(prompts, sampling)]
@@ -287,8 +294,9 @@ class Engine:
         """Queue a request. Returns an iterator over its output, each time it grows; a beam search
         has one output, at its end. Other requests continue meanwhile.
 
-        The text may end in the beginning of a stop string, which the final text lacks. Closing or
-        dropping the iterator aborts the request.
+        While the request runs, its text may end in the beginning of a stop string; the final text
+        is cut before the first whole stop string. Closing or dropping the iterator aborts the
+        request.
         """
         how = SamplingParams() if sampling is None else sampling
         tokens = self._arrivals.validated(prompt, how)
@@ -319,17 +327,18 @@ class Engine:
     @exclusive
     def pin_prefix(self, prompt: Prompt, cache_salt: str = "", adapter: str | None = None) -> int:
         """Compute a shared prefix, and keep its blocks for good (vLLM §4.4). A request that
-        continues in the last block copies that block. Returns the prefix's length in tokens.
+        continues in the last block copies that block. Returns the number of tokens of `prompt`.
 
-        A policy without a prefix cache, such as DiffKV, shares the prefix's whole tiles; its option
-        `pins` limits the number of prefixes.
+        DiffKV has no prefix cache. It shares the whole tiles before the prompt's last two tokens,
+        and its option `pins` limits the number of prefixes.
 
         Raises ValueError:
             without prefix caching or a free pin;
             if the prompt is invalid, too short, never shared by the policy, or has logits that are
             not finite;
             if the adapter is unknown or cannot be loaded;
-            while requests are unfinished, because they were accepted for the memory without a pin.
+            while requests are unfinished, because a pin would take memory that their acceptance
+            counted on.
         """
         tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
         self._pinning.check(tokens)
@@ -339,7 +348,7 @@ class Engine:
         )
         group.pin = True
         self._accept(group)
-        # An interruption before the pin is complete drops the pin.
+        # An interruption before the pin is complete resets the engine, which drops all pins.
         self._half_done = True
         kept = self._pinning.run(group, tokens)
         self._half_done = False

@@ -10,7 +10,7 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
 
-NO_TOKEN = -2  # value in the log for a row that samples nothing in an iteration
+NO_TOKEN = -2  # value in the log for a row that yields no token in an iteration; a beam never does
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class StepRecord:
 
     time_s: the step's end on the engine's clock.
     host_s: wall time of the host's work in the round that dispatched this step (schedule, batch
-        building, dispatch, and applying the previous step's outputs), without waiting.
+        building, dispatch, and applying the previous step's outputs), without waiting; 0 for a step
+        of a decode run.
     device_s: time from the later of dispatch and the previous step's end to this step's end,
         measured on the host.
     decode_tokens: tokens of decode rows, including tokens that are dropped later.
@@ -58,7 +59,8 @@ class RequestRecord:
 
     first_token_s: None if the request ended before its first token.
     output_tokens: output tokens of all its sequences, known output included.
-    cached_tokens: tokens read from the prefix cache, also in recomputations after preemptions.
+    cached_tokens: tokens from the prefix cache or a pinned prefix, also in recomputations after
+        preemptions.
     """
 
     request_id: str
@@ -128,8 +130,9 @@ class Metrics:
     """The records of an engine, which grow until `clear`.
 
     events: written by `EventLog`.
-    compilations_warmup, compilations_after_warmup: programs compiled in this process, before and
-        after the end of warm-up.
+    compilations_warmup, compilations_after_warmup: programs compiled in this process from the
+        engine's construction to the end of `warm_up`, and since then. Without `warm_up`, all are
+        in the second.
     """
 
     steps: list[StepRecord] = field(default_factory=list)

@@ -26,8 +26,8 @@ class BlockPool:
     """`num_blocks` physical blocks, of which block 0 is reserved.
 
     Allocating or releasing n blocks takes time O(n). Free blocks form a stack, so the most recently
-    freed blocks are allocated first. With a cache, a block that it keeps stays cached when its last
-    owner releases it, and is evicted only when the stack is empty.
+    freed blocks are allocated first. A block that the cache contains stays there when its last
+    owner releases it, and is evicted only when an allocation needs more blocks than the stack has.
 
     Raises ValueError for fewer than 2 blocks.
     """

@@ -50,7 +50,9 @@ class BlockTables:
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.num_dropped = np.zeros(num_slots, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
-        self._forked = False  # Until a fork all shared blocks are full, so none is copied on write.
+        # Whether a slot has ever taken a last block that is not full, by `adopt`, `fork` or
+        # `swap_in`. Before, all shared blocks are full, so none is copied on write.
+        self._forked = False
 
     def blocks_for(self, num_tokens):
         """The number of blocks that hold `num_tokens` tokens (an int or an array)."""

@@ -62,7 +62,8 @@ class _Landing:
 
 
 class UnitMover:
-    """The units of one pool. Each method but `export` takes the donated cache and returns it."""
+    """The units of one pool. `warm_up`, `copy` and `bring` donate the cache and return the new one.
+    `export` only reads it."""
 
     def __init__(self, shards: Shards, policy: KVPolicy, pool: Pool):
         self._pool = pool

@@ -37,8 +37,8 @@ class BeamSearch:
         True: at once.
         False: when the best live beam, if it ended now, would not beat the worst hypothesis.
         "never": when no live beam can still beat the worst hypothesis, even if its remaining
-            tokens were certain and their number the best for length_penalty. Only with "never" the
-            search cannot miss a better output.
+            tokens were certain and their number the best for length_penalty. Only "never" rules
+            out that a live beam could still lead to a better output when the search ends.
     eos_token_ids: the tokens that end an output. Without any, all outputs grow to max_tokens.
 
     scores: the live beams' sums of natural log-probabilities, float32 values, best first. Empty

@@ -68,7 +68,7 @@ class Sequence:
         self.parent: Sequence | None = None
         self.shared = 0
         self.computed = 0  # tokens whose keys and values were swapped out
-        # The prefix cache's `chain` over `tokens`, computed when needed.
+        # The result of `Prefixes.links`, computed when needed.
         self.block_keys: list[tuple[bytes, bytes]] | None = None
         self.logprobs: list[TokenLogprob] = []  # log-probabilities of the output, if requested
         self.text_stream: TextStream | None = None  # for stop strings and streaming
@@ -96,7 +96,7 @@ def _seed_of(seed: int, index: int) -> int:
 class SequenceGroup:
     """The sequences of one request: scheduled, preempted and resumed together (vLLM §4.5).
 
-    order: arrival order, which preemption does not change.
+    order: number in the order of calls, whatever `arrival_time` is; preemption does not change it.
     limit: tokens (prompt and output) at which generation ends.
     search: the beam search, whose live beams are `sequences`, best first; None for other requests.
 
@@ -130,7 +130,7 @@ class SequenceGroup:
         self.arrival_s = 0.0
         self.first_token_s: float | None = None
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # tokens from the prefix cache, which were not computed
+        self.num_cached_tokens = 0  # tokens from the prefix cache or a pin, also in recomputations
         self.swapped: Any = None  # the result of `HostPolicy.swap_out`, until `swap_in`
         self.cache_salt = ""  # cached prefixes are shared only if salts are equal
         self.adapter: Adapter | None = None
@@ -171,8 +171,8 @@ def share_prefixes(
     """Set each sequence's parent: the earlier sequence of its group with which it can share most of
     its prefilled tokens.
 
-    Sequences with equal tokens share all of them. Others share full blocks before their last token,
-    or nothing if only `whole` sequences can be shared.
+    Sequences with equal tokens share all of them. Others share the full blocks before the first
+    difference and before their own last token, or nothing if `whole`.
     """
     prefills = [sequence.prefill_tokens(replays) for sequence in sequences]
     for i, (sequence, tokens) in enumerate(zip(sequences, prefills)):
@@ -220,7 +220,8 @@ class RequestOutput:
     tokens, text, finish_reason, logprobs: the first sequence's.
     prompt_logprobs: log-probabilities of each prompt token, with None for the first token and for
         tokens not computed yet; None if not requested.
-    cached_tokens: prompt tokens from the prefix cache, which were not computed.
+    cached_tokens: tokens from the prefix cache or a pinned prefix, also in recomputations after
+        preemptions; at most the prompt's number.
     """
 
     request_id: str

@@ -52,9 +52,9 @@ class PrefillRoom:
     def add(self, slot: int, left: int, forks: int = 0, start: int = 0, stop: int = 0) -> None:
         """Add a row with as many of the `left` tokens from `start` as fit.
 
-        A chunk ends where the policy allows a cut, and at `stop` if `stop` lies beyond `start`. The
-        last token needs room for `forks` further rows of one token each. Without this room the last
-        token waits for a later step.
+        A chunk ends where the policy allows a cut, and not after `stop` if `stop` is beyond
+        `start`. The last token needs room for `forks` further rows of one token each. Without this
+        room the chunk ends earlier. If nothing fits, sets `refused`.
         """
         most = min(self.budget, stop - start) if start < stop else self.budget
         count = self._chunk(start, left, most)
@@ -127,8 +127,8 @@ def candidates(
     """Yield the groups to admit, in order. The caller must admit each group before the next.
 
     Groups without their adapter are skipped, and each is overtaken at most `max_overtakes` times.
-    While swapped groups return, new groups are skipped too, because a returning group may be
-    behind them in the queue.
+    While swapped groups return, new groups are skipped too. The search goes on, because a preempted
+    group may be behind them in the queue.
     """
     passed: list[SequenceGroup] = []
     for group in waiting:

@@ -123,7 +123,7 @@ class Prefixes:
         self._published[slots[rows]] = full[rows]
 
     def pin(self, slot: int, tokens, root: bytes) -> bytes:
-        """Returns the `end_key` of the prompt."""
+        """Keep the blocks of the prompt `tokens` of `slot` for good. Returns its `end_key`."""
         cache, page_size = self.cache, self._tables.page_size
         found, last = cache.find(chain(tokens, page_size, root))
         full, key = len(tokens) // page_size, last or root

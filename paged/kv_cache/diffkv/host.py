@@ -1,9 +1,9 @@
 """Host half of DiffKV's policy: it has no page tables, only reports and bounds.
 
 After each step the device reports how many pages a slot holds, and how many its next tokens can
-take. The bound of a slot is its last report plus the worst case of later steps. The sum of all
-bounds never exceeds the number of pages. A report that lowers a bound makes room for admission, so
-admission follows the observed compression.
+take. The bound of a slot is at most its last report plus the worst case of later steps. When a step
+is dispatched, the sum of all bounds is at most the number of pages. A report that lowers a bound
+makes room for admission, so admission follows the observed compression.
 """
 
 import itertools
@@ -29,7 +29,8 @@ class Swapped(NamedTuple):
 
     key: key of its slot state.
     units: its pages in the host's memory.
-    known, needs: the slot's entries in `DiffKVHost`.
+    known: the slot's six numbers, as in `DiffKVHost`.
+    needs: [J] most pages that 1 … J tokens after its last report take.
     """
 
     key: int
@@ -85,7 +86,8 @@ def pools_of(layout: Layout, model: ShardedModel) -> tuple[Pool, ...]:
 
 
 def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    """If prompts come in chunks, a row of `tables` has one entry: the prompt's length."""
+    """If prompts come in chunks, a row of `tables` has one entry: the number of tokens to prefill.
+    Otherwise it has none."""
     layout = layout_of(config, model)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
@@ -190,7 +192,7 @@ class DiffKVHost(HostPolicy):
         return len(self._pinned)
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
-        """Copy the prompt's whole tiles from the stage to a new pin."""
+        """Copy the stage to a new pin, of the whole tiles before the prompt's last two tokens."""
         self._pinned.append(Pinned(tokens[: self._can.pinned_tokens(len(tokens))], root))
         self.moves.copy(PREFIXES, [(0, self.num_pinned)])
 
@@ -200,8 +202,9 @@ class DiffKVHost(HostPolicy):
     def _pin_of(self, sequence: Sequence) -> tuple[int, int]:
         """(number, tokens) of the longest pinned prefix of a sequence; (0, 0) if it has none.
 
-        (0, 0) also if log-probabilities of the prompt are requested, and for every sequence after
-        the first of its group: an earlier sequence may take the stage in the same step."""
+        (0, 0) also if requested log-probabilities of the prompt are not computed yet, and for all
+        but the first unfinished sequence of a group: an earlier sequence may take the stage in the
+        same step."""
         group, best = sequence.group, (0, 0)
         if not self._pinned or group.misses_prompt_logprobs or sequence is not group.unfinished[0]:
             return best
@@ -296,13 +299,15 @@ class DiffKVHost(HostPolicy):
             del self._swapped[one.key]
 
     def tables(self, slots, out: np.ndarray) -> None:
-        """The prompt lengths of `slots`, if prompts come in chunks."""
+        """The number of tokens to prefill of each of `slots`, if prompts come in chunks."""
         if self.layout.staged:
             out[:, 0] = self._prompt[slots]
 
     def usage(self) -> Usage:
         """The used pages are the sum of all bounds. A page has one place for each token of the
-        highest precision that it can hold. Quantised or dropped tokens take fewer places."""
+        highest precision that it can hold. Tokens of lower precision take less than a place, and
+        dropped tokens none, so there can be fewer places than tokens; then all are
+        `token_states`."""
         P, heads = self.layout.formats[0].tokens, self.layout.all_heads
         used, computed, room = (int(x.sum()) for x in (self.bound, self._computed, self._room))
         places = used * P // heads

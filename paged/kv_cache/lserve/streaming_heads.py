@@ -4,9 +4,10 @@ A sequence holds its first pages and its last pages. A query reads page p if `p 
 `p >= query's page - local`; other pages are freed as soon as no later query reads them. A table has
 columns for the sink and a ring, so that a page keeps its column.
 
-Admission reserves the whole window of a sequence, which never needs more. Further blocks are
-reserved for the chunks of one step, and are freed before the next step allocates. A quota of blocks
-is reserved for checkpoints. More checkpoints stay while windows leave room.
+Admission reserves the whole window of a sequence, the most that it holds between steps. In a step,
+chunks can need further blocks; room for these is reserved too, and they are freed before the next
+step allocates. A quota of blocks is reserved for checkpoints. More checkpoints stay while windows
+leave room.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class SwappedWindow:
     """A sequence in the host's memory.
 
     blocks: blocks of the host's memory, in the order of the sequence's pages.
-    first, end, computed, promised: the slot's entries in `StreamingHost`.
+    first, end, computed, promised: the slot's entries in `first`, `end`, `computed_tokens` and
+        `promised` of `StreamingHost`.
     """
 
     blocks: np.ndarray
