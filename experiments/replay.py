@@ -3,9 +3,9 @@
     python -m experiments.replay --log=results/demo/events.jsonl --executor=simulated
 
 The engine has the log's configuration. Its inputs (requests, aborts, adapters, pinned prefixes)
-come before the same rounds as in the log, independent of the clock. On --executor=device the model
-computes all tokens again: pass the run's --model and --dtype. On `simulated` the tokens are the
-log's, the times come from a cost model, and no weights are loaded.
+come before the same rounds as in the log, independent of the clock. Pass the run's --model. On
+--executor=device it computes all tokens again: pass the run's --dtype too. On `simulated` the
+tokens are the log's, the times come from `LinearCost`, and no weights are loaded.
 
 The replay ends after the first round whose events differ from the log's, or before the round in
 which the run failed. Writes to --output_dir: events.jsonl, report.json, summary.json. Exit status:
@@ -53,7 +53,8 @@ class ReplayFlags(ExecutorFlags):
 
 
 def logged_config(log: EventLog) -> EngineConfig:
-    """The run's configuration. Raises ValueError for missing and for unknown fields."""
+    """The run's configuration. Raises ValueError for missing, unknown and invalid fields, and for a
+    policy in a module that is not imported yet (--policy imports it)."""
     values = log[0]["config"]
     with log.at(0):
         module = str(values.get("policy", "")).partition(":")[0]

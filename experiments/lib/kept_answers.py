@@ -1,8 +1,9 @@
 """Answers of the systems of studies, kept in a folder for later runs and other studies.
 
-The answers of a setting (a task at a context) depend on the system, the prompts and the sources. A
-hash of these names their two files in `answered/`: the answers as JSON, the distributions as .npz.
-So studies may run at once in a folder, and share the answers of equal systems to equal prompts.
+The answers of a setting (a task at a context) depend on the system, the prompts, the model's files,
+the sources and package versions. The names of their two files in `answered/` end in a hash of all
+these: the answers as JSON, the distributions as .npz. So studies may run at once in a folder, and
+share the answers of equal systems to equal prompts.
 """
 
 import hashlib

@@ -99,7 +99,7 @@ class RecordedAncestry:
         self._children = [_children(search) for search in searches]
 
     def children(self, request: int, step: int) -> np.ndarray:
-        """The number of children of each of a request's beams after `step`, counted from 0.
+        """In step `step`, counted from 0: the number of children of each beam before the step.
         request: a number that stays the same for the whole request, such as its seed."""
         steps = self._children[request % len(self._children)]
         return steps[step if step < len(steps) else 1 + (step - 1) % (len(steps) - 1)]

@@ -98,7 +98,8 @@ def plan_selection(
 ) -> DecodeSchedule | None:
     """The schedule of `select_pages` for these rows, to be made once for all layers.
 
-    num_pages, selects, implementation: as in `select_pages`.
+    num_pages, implementation: as in `select_pages`.
+    selects: [R] bool, as in `select_pages`, but not None.
     logical_pages: C.
 
     Returns None where the implementation works without a schedule.
@@ -137,7 +138,7 @@ def select_pages(
 
     Returns columns of the table [R, count] int32, ordered by descending score, then by ascending
     column. Rows that do not select may have anything. Raises ValueError if the shapes do not fit
-    together, or if the named implementation cannot run them.
+    together, if `count` is not from 1 to M, or if the named implementation cannot run them.
     """
     found = sizes(
         q=(q_RxGxD, "R G D"), statistics=(statistics_NxCx2D, "N C 2D"), tables=(tables_RxM, "R M"),

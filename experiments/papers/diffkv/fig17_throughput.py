@@ -2,10 +2,10 @@
 
 python -m experiments.papers.diffkv.fig17_throughput --models=qwq-32b
 
-All problems arrive at once. Answers have the most tokens: 16K for QwQ-32B on two L40s, 8K for
-Qwen2.5-32B, 4K for Llama3-8B. The batch is the mean number of running sequences while others wait.
-Throughput is over the whole run. DiffKV's batch is limited as in the authors' command (16 for
-QwQ-32B), vLLM's by memory alone.
+All problems arrive at once. All answers have as many tokens as the authors' commands allow: 16K for
+QwQ-32B and 8K for Qwen2.5-32B on two L40s, 4K for Llama3-8B on one. The batch is the mean number of
+running sequences while others wait. Throughput is over the whole run. DiffKV's batch is limited as
+in the authors' command (16 for QwQ-32B), the others' by memory, and to 256 sequences.
 
 With 26.8 % of the memory (Table 3) DiffKV's batch can be at most 3.7 times vLLM's in the same
 bytes. The paper's batches, 15.9 and 2.7, differ by 5.9 times. Its systems must have had different

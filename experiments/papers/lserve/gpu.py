@@ -3,16 +3,17 @@ times of each.
 
     dense       16 bits
     w8a8, w4a8  8-bit products, with weights of 8 or 4 bits; keys and values of 16 bits
-    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. times in Table 7 grow by
-                57 ns a token, which is too little to read 16 bits with an A100's bandwidth
+    vllm        vLLM 0.6.3: W8A8, keys and values of 8 bits. In Table 7 its step takes 57 ns longer
+                for each token, too little for an A100 to read 16 bits
     qserve      W4A8KV4 in pages of 64 tokens: LServe without sparsity
     minference  16 bits; sparse prefill, dense decode
     duo         DuoAttention: 16 bits, half of the heads stream
     static      qserve with half of the heads streaming
-    dynamic     qserve with selected pages of 4,096 tokens
+    dynamic     qserve with page selection: 4,096 tokens are read
     lserve      qserve with both
     lserve_minference
-                lserve for prompts from 128k on: dense heads attend as in MInference (§4.3)
+                lserve, but dense heads prefill all prompts as in MInference; fig11_prefill_speed
+                uses it from 128k on (§4.3)
     quest       16 bits; flat pages of 16 tokens, selected by each query head at each token. The
                 first two layers are dense
 """
@@ -50,7 +51,7 @@ class System:
     streams: whether half of the KV heads stream.
     by_heads: see `Clock`.
     bits: bits of the products' operands.
-    weight_bits: bits of a weight in memory.
+    weight_bits: bits of a weight in memory, if fewer than `bits`.
     """
 
     options: Mapping[str, Any]
