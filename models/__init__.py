@@ -1,4 +1,4 @@
-"""Model families as pure functions of (params, config, tokens, positions, attend, adapters)."""
+"""Model families as pure functions; see `models.llama.forward` for their arguments."""
 
 import pallas_kernels  # noqa: F401  It prepares JAX, so it comes before all that uses JAX.
 from models.checkpoint import load, load_config

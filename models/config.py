@@ -21,6 +21,8 @@ class RopeScaling:
         blends between.
         'longrope' divides frequency i by `factors[i]`, and multiplies cosines and sines by
         `factor`.
+
+    Raises ValueError for an unknown kind, and for values out of range.
     """
 
     kind: str

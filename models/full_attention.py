@@ -13,8 +13,8 @@ def causal_attend(config: ModelConfig, block: int = 128):
     """An `attend` (models/common.py) in which row t of a sequence sees rows 0 to t.
 
     In a layer with a window W, row t sees rows t - W + 1 to t. The mask depends on the rows, not on
-    the positions. Queries are computed in blocks of `block` rows, so that most scores of later rows
-    are never computed.
+    the positions. Queries are computed in blocks of `block` rows, so that most scores of keys in
+    later rows are never computed.
     """
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     attention = config.attention

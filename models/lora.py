@@ -24,7 +24,8 @@ class Lora:
     """An adapter.
 
     weights: projection -> one entry per layer: (a [R, in], b [R, out]) in float32, or None if the
-        layer is not adapted. b includes the scale (alpha / R). Each pair may have its own R.
+        layer is not adapted. b includes the scale: alpha / R, or alpha / sqrt(R) with rsLoRA.
+        Each pair may have its own R.
     """
 
     weights: dict[str, list[Pair | None]]

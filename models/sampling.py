@@ -76,8 +76,8 @@ GREEDY_ROW = np.array((0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0), SAMPLING_ROW)
 class SamplingState:
     """The sampling state of each slot on the device.
 
-    history: [num_slots, C] int32, tokens by position. First the tokens that `load_slot` has
-        written, which penalties need; then the sampled tokens; then the forced tokens.
+    history: [num_slots, C] int32, tokens by position. `load_slot` writes the tokens so far, which
+        penalties need, and then the forced tokens. A step writes the tokens that it samples.
     bias_tokens: [num_slots, MAX_LOGIT_BIAS] int32. Only the first `SamplingArrays.num_bias` entries
         of a slot are used.
     bias_values: [num_slots, MAX_LOGIT_BIAS] float32.

@@ -21,8 +21,8 @@ class EventLog:
     time_s: seconds on the engine's clock.
     round: `EngineLoop.round` at that time.
     step: the number of a dispatched step.
-    pages: operations on units of the policy's pools since the last event with this field, in
-        order: (pool, verb, units).
+    pages: in events schedule and pages, operations on units of the policy's pools since the last
+        of these events, in order: (pool, verb, units). In event load, the adapter's rank pages.
 
     Events by name:
         engine: the first event.
@@ -125,7 +125,8 @@ class EventLog:
         self._add("admit", time_s, request_id=group.request_id, slots=slots)
 
     def schedule(self, time_s: float, number: int, step: ScheduledStep, pages: list) -> None:
-        """The event's fields are as in `ScheduledStep`."""
+        """The event's fields slots, starts, counts and sources are as in `ScheduledStep`; moves has
+        the moves that are not empty."""
         self._add(
             "schedule",
             time_s,

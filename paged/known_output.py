@@ -31,7 +31,8 @@ def check_known(
 ) -> None:
     """Raise ValueError unless a request with this prompt can continue `known`.
 
-    known: one output for each sequence of the request, in the order of the other engine's stream.
+    known: one output for each sequence of the request, in the order of streamed outputs. A final
+        output may rank them differently.
         Sequences with finish_reason None or 'abort' continue.
     """
     check_sequence("known", "SequenceOutput", known)

@@ -53,8 +53,8 @@ class HostDriver:
             self.advance(np.array([slot]), np.array([start + chunk]))
 
     def inputs(self, chunks: Chunks, Tp: int, Sd: int) -> StepInputs:
-        """Inputs of a greedy step that computes these chunks, padded to Tp and Sd tokens. Chunks of
-        one token are decode rows if Sd > 0."""
+        """Inputs of a greedy step that computes these chunks, padded to Tp and Sd tokens. Advances
+        the host half by this step. Chunks of one token are decode rows if Sd > 0."""
         num_slots, prefill_rows = self.config.max_num_seqs, self.config.max_prefills_per_step
         inputs = empty_step_inputs(
             Tp, Sd, prefill_rows, num_slots, self.host.table_width, self.config.adapter_slots > 0
@@ -81,7 +81,7 @@ class HostDriver:
         return inputs
 
     def decode(self) -> StepInputs:
-        """Inputs of a step that appends a token to every sequence."""
+        """Inputs of a step that appends a token to every sequence. Advances the host half."""
         return self.inputs([(slot, 1) for slot in range(len(self.computed))], 0, len(self.computed))
 
 

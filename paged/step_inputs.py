@@ -21,7 +21,7 @@ class StepInputs:
     tokens: [T] token ids, or FROM_DEVICE.
     positions: [T] position of each token in its sequence.
     token_rows: [T] row of each token, S for padding.
-    query_starts: [Sp + 1] first token of each prefill row.
+    query_starts: [Sp + 1] index in T of each prefill row's first token, and the last row's end.
     lengths: [S] tokens in the cache after the step's first iteration, 0 for padding.
     last_tokens: [S] index in T of each row's last token. A fork has no token: it samples from its
         source row's last token.

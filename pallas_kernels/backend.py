@@ -64,8 +64,8 @@ def choose(
     implementations: all implementations of the op, by name.
     implementation: the name of the implementation to run. Without a GPU, kernels run in Pallas's
         interpreter. None chooses 'mosaic_gpu' on a Hopper GPU if it can run the arguments, and
-        otherwise 'xla'. On a GPU other than Hopper, a warning is logged once
-        for each op.
+        otherwise 'xla'. A warning is logged once for each op if 'mosaic_gpu' could run the
+        arguments but the GPU is not a Hopper.
     refusal: why 'mosaic_gpu' cannot run the arguments, or None if it can.
 
     Raises ValueError if the op has no implementation of that name, or if that implementation cannot

@@ -1,9 +1,10 @@
 """Answers of the systems of studies, kept in a folder for later runs and other studies.
 
 The answers of a setting (a task at a context) depend on the system, the prompts, the model's files,
-the sources and package versions. The names of their two files in `answered/` end in a hash of all
-these: the answers as JSON, the distributions as .npz. So studies may run at once in a folder, and
-share the answers of equal systems to equal prompts.
+the sources, the package versions and JAX's backend. Two files in `answered/` hold them: the
+answers as JSON, the distributions as .npz. Their names end in a hash of all that the answers
+depend on. So studies may run at once in a folder, and share the answers of equal systems to equal
+prompts.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ def sources_hash(root: Path = shipped.ROOT, names: Sequence[str] = SOURCES) -> s
 
 
 def made_by(model: str) -> dict[str, Any]:
-    """Hashes and versions that answers depend on beside flags and prompts."""
+    """Hashes, versions and JAX's backend, on which answers depend beside flags and prompts."""
     names = (
         "config.json", "generation_config.json", "tokenizer_config.json", *TOKENIZER_FILES
     )  # fmt: skip

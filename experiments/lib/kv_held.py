@@ -91,7 +91,7 @@ def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = Non
 
 def _mean(samples: np.ndarray) -> Held:
     """The means of samples [n, 5] of the fields of Held: fraction, high, low, top, and read, which
-    is nan for a step that generated no token."""
+    is nan for a step that did not compute exactly one token."""
     read = samples[~np.isnan(samples[:, -1]), -1]
     fraction, high, low, top = samples[:, :-1].mean(0).tolist()
     return Held(fraction, high, low, top, float(read.mean()) if len(read) else None)

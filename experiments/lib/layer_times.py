@@ -1,8 +1,8 @@
 """Measured times of a layer's ops on a GPU, from CSV files in the form of Vidur's profiles.
 
-MODEL-GPU-layer-times.csv has a row for each pair of tensor-parallel degree and number of tokens in
-the batch. Its columns OP_ms hold the median time of each op in milliseconds. Several rows may have
-the same pair.
+A row of MODEL-GPU-layer-times.csv has a tensor-parallel degree, the number of tokens in a batch,
+and the median time of each op in milliseconds (columns OP_ms). Several rows may have the same
+degree and number of tokens.
 """
 
 import csv

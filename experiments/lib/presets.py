@@ -101,5 +101,5 @@ def padded(engine: Engine) -> Engine:
     return engine
 
 
-# Rows of the short matrix in README.
+# Columns of the short matrix in README.
 IN_SHORT = ("vllm", "lserve", "quest", "diffkv", "diffkv_streaming", "h2o", "kivi")

@@ -79,7 +79,8 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
 
 def other_flags(output_dir: str | Path, flags: Any, study: str = "") -> str:
     """A message on the flags of the folder's report.json that differ from `flags`, or on its study
-    if it is not `study`; empty without a report, or without a difference."""
+    if it is not `study`; empty without a report, or without a difference. An invalid report
+    gives a message too."""
     path = Path(output_dir) / "report.json"
     if not path.is_file():
         return ""

@@ -1,7 +1,7 @@
 """Readers of UTF-8 text, JSON and CSV files. Lines end at \\n or \\r\\n alone.
 
-All raise ValueError with a message that begins with "FILE:LINE: ", or with "FILE: " for a file that
-cannot be opened.
+All raise ValueError with a message that begins with "FILE:LINE: ", with "FILE:LINE, entry N: "
+for an entry of a list, or with "FILE: " for a file that cannot be read.
 """
 
 import csv

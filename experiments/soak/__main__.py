@@ -24,7 +24,8 @@ Checks:
 - refused requests leave no trace;
 - memory does not grow;
 - every mechanism that the flags enable has occurred: preemption, prefix cache hit, adapter
-  eviction, page selection, move of a streaming window, demotion and dropping of tokens.
+  eviction, page selection, move of a streaming window, sparse prefill, demotion and dropping of
+  tokens, comparison with a request alone, interrupt.
 
 All decisions depend on --seed, the number of the step and the engine's state alone: --steps repeats
 a run without interrupts. Writes to --output_dir: report.json, summary.json, samples.csv and

@@ -76,7 +76,7 @@ class Users:
     reference: an engine with the same model and ample memory that serves one request at a time.
     check_share: share of the repeatable requests whose outputs are compared with the reference's.
     sampling: values from which parameters are drawn.
-    interrupts: share of operations that Ctrl-C interrupts. Their times depend on the clock, so a
+    interrupts: share of operations that Ctrl-C may interrupt. Its times depend on the clock, so a
         run with interrupts cannot be repeated.
     tolerance: tolerance of `compare`.
 

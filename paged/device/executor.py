@@ -69,7 +69,8 @@ class Executor(Protocol):
         ...
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
-        """Load a sequence's sampling inputs, which are its tokens so far and its logit bias."""
+        """Load a sequence's sampling inputs: its tokens so far, then its forced tokens that are not
+        generated yet, and its logit bias."""
         ...
 
     def reset(self) -> None:

@@ -130,7 +130,8 @@ class SlotMover:
         )
 
     def before(self, cache, moves: Moves):
-        """Export, release and import slot states, in this order."""
+        """Export, release and import slot states, in this order. Then delete the host's copies of
+        imported and dropped states."""
         if moves.slot_exports:
             self._land()  # so that earlier exports leave the device
         for part in _parts(moves.slot_exports, SLOTS_PER_CALL, (self._nowhere, -1)):

@@ -12,7 +12,7 @@ class Pool:
 
     num_host_units: units of the host's memory. Unit 0 is padding.
     null_unit: unit of padding; no sequence owns or reads it.
-    units_per_call: units that one compiled program moves.
+    units_per_call: units that a program swaps. Programs that copy have `copy_sizes` units.
     max_copies: most units that are copied before a step.
     unit_bytes: bytes of one unit, on all shards together.
     """
@@ -35,7 +35,7 @@ class Pool:
 @dataclass
 class Moves:
     """The executor performs the moves in the order of these fields: `after` after the step, all
-    other moves before it.
+    other moves before it. Only `dropped` is out of order: it follows `slot_imports`.
 
     exports: (unit, host unit) by pool, swapped out to the host's memory.
     slot_exports: (slot, key), slot states swapped out.
@@ -79,8 +79,7 @@ class Moves:
 
     def source_of(self, slot: int) -> int:
         """The slot that has the state of `slot` before these moves. One lookup suffices, because
-        each parent in `slot_copies` has its own state then, even if it is the child of a later
-        pair."""
+        the parents in `slot_copies` are such slots already."""
         return {child: parent for parent, child in self.slot_copies}.get(slot, slot)
 
     def release(self, slot: int) -> None:

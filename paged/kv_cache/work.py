@@ -25,8 +25,8 @@ from pallas_kernels.specs import Cost
 
 Work = dict[str, Cost]
 NOTHING = Cost(0)
-# Bytes [n] of each sequence, and shares [n, I] of its tokens kept in each precision, the highest
-# first, over all heads.
+# Bytes [n] of each sequence in all heads, and shares [n, I] of its tokens that are kept in each
+# precision, the highest first, as means over heads.
 Stored = tuple[np.ndarray, np.ndarray]
 EVERYTHING = 2**40  # window, in tokens, of a layer without a window
 
@@ -54,7 +54,7 @@ class Layout(Protocol):
         new_tokens: [..., S] tokens of each row that the step computes, 1 or more.
         kept: [..., S, I] tokens by precision that a KV head keeps, as a mean over heads. None: all
             tokens, in the highest precision.
-        Returns costs with the leading axes, or numbers without leading axes.
+        The numbers of the costs have the leading axes [...]; without such axes they are scalars.
         """
         ...
 

@@ -63,7 +63,7 @@ REF = "#/components/schemas/{model}"
 
 
 def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
-    """keys: API keys; if there are any, each request needs one."""
+    """keys: API keys; if there are any, all paths but `guard.KEYLESS` need one."""
     app = FastAPI(
         title="paged-jax", description="OpenAI's API over one paged engine, or many.",
         docs_url=None, redoc_url=None, responses=ERRORS,
@@ -240,10 +240,11 @@ def connections_for(wanted: int) -> int:
 
 
 class Server(uvicorn.Server):
-    """The server process. After the first SIGTERM or SIGINT running requests have `drain_s` seconds
-    to end, and new requests get status 503. The second signal ends the server at once.
+    """The server process. After the first SIGTERM or SIGINT, running requests have `drain_s`
+    seconds to end. New completions and /health get status 503, other paths are served. The second
+    signal ends the server at once, as does a signal before the server has started.
 
-    stopped_by: the first signal.
+    stopped_by: the first signal after the start; None before it.
     """
 
     def __init__(self, app: FastAPI, service: Service, host: str, port: int):

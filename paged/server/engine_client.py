@@ -45,7 +45,7 @@ class Reply:
     `time.monotonic`.
 
     streams: whether growth is buffered. False once more than `max_buffered` tokens have waited.
-        Their slow reader then gets all further tokens at the end.
+        The slow reader then gets all tokens that it has not taken with the final output.
     ready: set when growth or the end has arrived. Replies may share one event.
     growth: new tokens that the reader has not taken yet.
     output: the final output.
@@ -88,8 +88,8 @@ class Reply:
 
 class Client(ABC):
     """A thread that drives engines. Other threads call the public methods, which return at once,
-    except `close`. Private methods run in the client's thread, between two steps, except `_call`
-    and `_result`.
+    except `close`. Private methods run in the client's thread. Only `_call` and `_result` run in
+    the caller's thread.
 
     _engine: None for a client of several engines.
     """
@@ -190,7 +190,7 @@ def _receive(news: list[tuple[Reply, Progress]], now_s: float) -> None:
 
 
 class EngineClient(Client):
-    """One engine. After a failed step it continues without that step's requests."""
+    """One engine. If its step fails, all requests end. Later requests are served."""
 
     def __init__(self, engine: Engine):
         self.engine = self._engine = engine
@@ -215,8 +215,8 @@ class EngineClient(Client):
                 return
 
     def _recover(self) -> None:
-        """A failed engine step ends its requests with outputs, which the next step delivers. A
-        failure outside the engine may lose these outputs. Such requests are ended here."""
+        """A failed engine step ends all requests with outputs, which the next step delivers. A
+        failure outside the engine may lose outputs. Requests of lost outputs are ended here."""
         self._call(partial(self._end_lost, list(self._replies)))
 
     def _end_lost(self, request_ids: list[str]) -> None:

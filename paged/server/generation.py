@@ -109,13 +109,15 @@ class Generation:
             raise ApiError(503, "the engine has ended")
 
     async def finish(self) -> list[RequestOutput]:
-        """Wait for the outputs of all prompts. Raises ApiError if a prompt has no output."""
+        """Wait for the outputs of all prompts. Raises ApiError if an output is missing, cut or
+        late, and ClientLeft once the client has disconnected."""
         while not all(reply.ended for reply in self.replies):
             await self._news()
         return self.outputs
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yield new deltas as they arrive. Raises ApiError if a request fails."""
+        """Yield new deltas as they arrive. Raises ApiError if a request fails or takes too long,
+        and ClientLeft once the client has disconnected."""
         running = dict(enumerate(self.replies))
         while running:
             await self._news()

@@ -78,8 +78,8 @@ class BoundedHttp(H11Protocol):
         self._unset_keepalive_if_required()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to bytes that are not HTTP. While another response is being sent, the connection
-        is only closed."""
+        """Respond to bytes that are not HTTP. Once a response to the current request has begun, the
+        connection is only closed."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
@@ -91,7 +91,7 @@ class BoundedHttp(H11Protocol):
 class Guard:
     """ASGI middleware around all routes.
 
-    keys: API keys; if there are any, each request needs one as a bearer token.
+    keys: API keys; if there are any, all paths but KEYLESS need one as a bearer token.
     """
 
     def __init__(self, app: ASGIApp, service: Service, keys: Collection[str] = ()):
@@ -155,7 +155,9 @@ class Guard:
             )  # fmt: skip
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> int | None:
-        """The index of the request's key among the keys; None for a path without a key."""
+        """The index of the request's key among the keys; None if the path or the server needs no
+        key. Raises ApiError for a missing or wrong key, for a body too large, and for headers that
+        allow request smuggling."""
         if b"transfer-encoding" in headers and b"content-length" in headers:
             # A proxy that uses the other header would read the body's end as another request.
             message = "either Transfer-Encoding or Content-Length, not both"

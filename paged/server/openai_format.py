@@ -92,7 +92,7 @@ def _require_empty(value: Any) -> None:
 
 
 def option(name: str, more: str = "") -> Any:
-    """An optional field of SamplingParams."""
+    """An optional field of a body. Its description is that of `SamplingParams`, and `more`."""
     return Field(None, description=HELP.get(name, name) + more)
 
 

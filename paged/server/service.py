@@ -58,7 +58,7 @@ class Pace:
 
     def seconds_for(self, count: int) -> int:
         """Estimated seconds until `count` prompts end, from 1 to MAX_RETRY_S; 1 if none has ended
-        yet."""
+        in the measured time."""
         now = self._now()
         while self._ends and self._ends[0] < now - RATE_WINDOW_S:
             self._ends.popleft()
@@ -69,7 +69,8 @@ class Pace:
 
 
 class Service:
-    """One model and its adapters, served by name. Calls come from asyncio's thread.
+    """One model and its adapters, served by name. Calls come from asyncio's thread. Only
+    `adapter`, `validated` and `check_length` are also called in threads of `in_thread`.
 
     chat_template: None for the tokenizer's own template, if it has one.
     logprobs: whether the engines compute log-probabilities. Simulated engines do not.
@@ -196,8 +197,8 @@ class Service:
                 self.metrics.ended(reply)
 
     async def drain(self) -> None:
-        """Accept no more requests, and wait until all have ended. After `drain_s` seconds all other
-        requests fail, and have LAST_READ_S seconds to deliver their errors."""
+        """Accept no more requests, and wait until all have ended. Requests that have not ended
+        after `drain_s` seconds fail. Their errors have LAST_READ_S seconds to reach the clients."""
         self.draining = True
         log.info("draining: %d prompts are pending", self.pending)
         await self._idle(self.settings.drain_s)

@@ -43,7 +43,8 @@ class Plan:
 
     response_id: the response's id. Ids of the engine's requests are this id with a suffix.
     echoes: the text with which each prompt's choices begin; None without echo.
-    offsets: characters before each token of each prompt; None without log-probabilities.
+    offsets: characters before each token of each prompt; None unless prompts are echoed with
+        log-probabilities.
     silent: whether the response leaves out generated tokens, because none was requested.
     """
 
@@ -169,8 +170,8 @@ async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def _served(service: Service, generation: Generation, receive: Receive):
-    """A context in which the generation fails with ClientLeft if its client disconnects. Its end
-    releases the generation."""
+    """A context in which the generation fails with ClientLeft if its client disconnects. Leaving
+    the context releases the generation."""
     watch = asyncio.create_task(_watch(receive, generation))
     try:
         yield

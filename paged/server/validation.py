@@ -70,8 +70,8 @@ async def read[B: Body, T](
 
 def check_lengths(content: bytes, max_items: int, max_total: int) -> None:
     """Raise ApiError for JSON with a list of more than `max_items`, a map of more than MAX_FIELDS,
-    more than `max_total` items in all, or lists and maps nested deeper than MAX_DEPTH. Text that is
-    not JSON passes, because the parser will refuse it."""
+    more than `max_total` commas in all, or lists and maps nested deeper than MAX_DEPTH. Text that
+    is not JSON may pass, because the parser will refuse it."""
     room: list[int] = []  # commas still allowed in each open list or map
     field = None  # last string in the outermost map, which names the next value
     at = 0
@@ -209,8 +209,8 @@ def prompt_tokens(
 
 
 def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -> list[int]:
-    """The token ids of a conversation in the chat template. Raises ApiError if there is no template
-    or if it refuses the messages."""
+    """The token ids of a conversation in the chat template. Raises ApiError if there is no
+    template, if it refuses the messages, if they are too long, and for reserved variables."""
     if not service.chat_template:
         message = (
             "messages: the served model has no chat template, and the server was given none "
@@ -246,9 +246,9 @@ def chat_tokens(service: Service, body: api.ChatRequest | api.TokenizeRequest) -
 def _template_variables(
     service: Service, body: api.ChatRequest | api.TokenizeRequest
 ) -> dict[str, Any]:
-    """The request's template variables. Raises ApiError for reserved names: other parameters of
-    `apply_chat_template`, and special tokens, because a template may repeat their text for each
-    message."""
+    """The request's template variables. Raises ApiError for reserved names: parameters of
+    `apply_chat_template` that are not in TEMPLATE_PARAMETERS, and names of special tokens, because
+    a template may repeat a token's text for each message."""
     variables = body.chat_template_kwargs or {}
     reserved = {*inspect.signature(service.tokenizer.apply_chat_template).parameters}
     reserved |= {*service.tokenizer.special_tokens_map}

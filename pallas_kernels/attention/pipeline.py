@@ -47,7 +47,8 @@ class Ring:
         return self.offset + lax.rem(number - self.begin, self.slots)
 
     def free(self, number):
-        """Producer: the slot of a filling, after a wait until its last filling has been read."""
+        """Producer: the slot of a filling, after a wait until the slot's previous filling was
+        read."""
         slot = self.slot(number)
         pl.when(number >= self.begin + self.slots)(lambda: plgpu.barrier_wait(self.read.at[slot]))
         return slot

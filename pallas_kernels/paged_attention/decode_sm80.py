@@ -47,8 +47,8 @@ def decode(
     copies = max(1, tile // P)  # Copies that fetch the keys of a tile.
     rows = min(P, tile)  # Rows of a page in one tile.
     # Copies end in the order in which they begin: for each tile its keys, then its values. Entry n
-    # is for a tile with n further tiles in flight. It is the number of copies that may begin after
-    # the tile's keys, or after the tile's values.
+    # is for a tile with n further tiles in flight: the number of copies that began after the tile's
+    # keys, or after its values. A wait for the tile allows this number of copies to be running.
     after_keys = [(2 * n + 1) * copies for n in range(stages)]
     after_values = [2 * n * copies for n in range(stages)] + after_keys[-1:]
 

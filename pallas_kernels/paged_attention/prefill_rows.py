@@ -23,7 +23,7 @@ FEW_TOKENS = 512  # Up to this number of queries, rows of a tile may stay unused
 
 
 def packed_heads(G: int, T: int) -> int:
-    """Number of query heads, of the G of a KV head, in one tile of rows. The tile reads keys and
+    """The number of a KV head's G query heads that share a tile of rows. The tile reads keys and
     values once for all of them.
 
     A warpgroup has 64 // heads queries of each head, rounded down to whole TMA tiles.

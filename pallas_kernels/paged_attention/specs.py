@@ -64,7 +64,7 @@ def decode(shapes: Attention) -> Spec:
 
 
 def prefill(shapes: Attention) -> Spec:
-    """Chunks follow each other without gaps. Padding rows follow the last chunk if it is ragged."""
+    """Chunks have no gaps between them. If `shapes.ragged`, padding rows follow the last one."""
 
     def arguments(key):
         keys = jax.random.split(key, 4)

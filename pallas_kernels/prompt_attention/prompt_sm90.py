@@ -5,11 +5,11 @@ attention and each row's log-sum-exp. It reads keys and values from pages, so th
 pages first, and each prompt begins with a new page. The second kernel (prompt_scores) computes the
 scores again, turns them into probabilities, and sums these.
 
-An item of prompt_scores is a tile of keys of one KV head. It loops over the tiles of queries that
-see any of its keys, and in each tile over the query heads of the KV head. If sums are by head, an
-item has only one query head. Keys are the rows of the products, so a key's sum is the sum of a row.
-As in decode a schedule gives each thread block an equal part of the work. A third kernel adds the
-sums of an item's parts, always in the same order.
+In prompt_scores a tile of keys of a KV head may have several items. An item loops over tiles of
+queries that see any of these keys, and in each tile over the query heads of the KV head. If sums
+are by head, an item has only one query head. Keys are the rows of the products, so a key's sum is
+the sum of a row. As in decode a schedule gives each thread block an equal part of the work. A third
+kernel adds the sums of a tile's items, always in the same order.
 
 Floor: the floor of prefill, and 2 * D more FLOPs per head for each pair of query and key that is
 included in the sums. The copy to pages reads and writes keys and values once more. Unless sums are

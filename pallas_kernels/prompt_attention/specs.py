@@ -46,7 +46,7 @@ class Prompts:
 
     @property
     def counted(self) -> int:
-        """Pairs of a key and a query, among the last_rows, that sees the key."""
+        """Pairs of a query, one of the last_rows, and a key that it sees."""
         return sum(
             queries * (2 * n - queries + 1) // 2
             for n in self.tokens

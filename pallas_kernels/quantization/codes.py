@@ -47,9 +47,9 @@ def out_of_planes(sums, format: KVFormat):
 
 @dataclass(frozen=True)
 class Codes:
-    """Unpacked tokens of a page.
+    """Unpacked tokens of pages.
 
-    codes: [..., T, D] float32, in planes.
+    codes: [..., T, D] float32, in planes; floats in channel order.
     scale, zero: [..., T, g] float32.
     """
 

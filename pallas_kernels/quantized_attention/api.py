@@ -67,11 +67,11 @@ def mixed_precision_attention(
     Returns three results:
     the attention [S, H, D] in q's dtype, zeros for heads without tokens to read;
     the log-sum-exp of the scores [S, H] float32, -inf for heads without tokens to read;
-    a tuple with one array of scores per precision, [S, K, pages, P, G] float32. There are M -
-    `single` pages, for the highest of three precisions `single`, in reading order, so page 0 of the
-    low precision is the table's last entry. Axis P numbers the tokens of a page. The last three
-    axes may be padded. Scores of tokens that are not read may be anything. A token's probability is
-    exp(score - log-sum-exp).
+    a tuple with one array of scores per precision, [S, K, pages, P, G] float32. `pages` is M -
+    `single`, and `single` for the highest of three precisions. Pages are in reading order, so page
+    0 of the low precision is the table's last entry. Axis P numbers the tokens of a page. The last
+    three axes may be padded. Scores of tokens that are not read may be anything. A token's
+    probability is exp(score - log-sum-exp).
 
     Raises ValueError if arguments do not fit together, or if the named implementation cannot run
     them.

@@ -12,7 +12,7 @@ from pallas_kernels.quantization import KVFormat, QuantizedPages, registers
 from pallas_kernels.quantized_attention.pages import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
 
-STAGE_BYTES = 42 * 1024  # The most bytes of a tile that fit a multiprocessor's shared memory.
+STAGE_BYTES = 42 * 1024  # The most bytes of a tile; shared memory holds four: two of each lane.
 MOST_GROUP = 8  # The most query heads per KV head.
 CHUNK = 64  # Tokens that are unpacked at a time.
 MOST_ROWS = 256  # The most rows of a tile.

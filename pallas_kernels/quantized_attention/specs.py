@@ -16,7 +16,7 @@ from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
 from pallas_kernels.quantized_attention.sections import Section, pages_of_tile
 from pallas_kernels.specs import HEADS, Cost, Errors, Gates, Heads, Op, Spec, reference, some
 
-LARGEST = 2.4  # the largest element of drawn keys and values
+LARGEST = 2.4  # the largest element of drawn keys and values of up to 8 bits
 # Tokens in each precision, for heads without tokens in one precision or in all precisions.
 _EDGES = np.array([[4, 0, 3], [0, 5, 0], [0, 0, 0]])
 

@@ -53,7 +53,7 @@ class PromptFlags(Flags):
 class Row:
     """A KV head on a task.
 
-    tokens: tokens of a prompt.
+    tokens: tokens of the first prompt, without its last token.
     critical_mean, critical_std: mean and deviation over prompts of the number of critical tokens.
     score_*, norm_*: 0.1th, 50th and 99.9th percentiles of significance and of values' norms.
     """

@@ -131,8 +131,8 @@ def measure(flags: ThroughputFlags, run: Run) -> Iterator[Row]:
 
 
 def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:
-    """batch_SYSTEM_MODEL, and gain_SYSTEM_MODEL: throughput over vLLM's. For the first model there
-    is also a gain for each changed constant."""
+    """batch_SYSTEM_MODEL: the batch. gain_SYSTEM_MODEL, gain_SYSTEM_unfused_MODEL: throughput over
+    vLLM's. For the first model there is also a gain for each changed constant."""
     numbers: dict[str, float | None] = {}
     for model in flags.models:
         for knob, factors in FACTORS.items():

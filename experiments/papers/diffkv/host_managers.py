@@ -7,8 +7,8 @@ the device is the policy's.
 
 `Twin` is the reference. It moves one page at a time between lists; the other managers must hold the
 same pages. `ThreadedManager` is fast host code. Its threads divide the sequences and work on whole
-arrays; only the prefix sums over sequences run in one thread. Its time includes copying the counts
-of tokens from the device and copying the new pages back.
+arrays. The numbers of pages and their prefix sums over sequences are computed in one thread. Its
+time includes copying the counts of tokens from the device and copying tables or new pages back.
 """
 
 from collections import deque

@@ -45,7 +45,7 @@ def systems(flags: ReuseFlags) -> accuracy.Systems:
 
 def values(flags: ReuseFlags, rows: Sequence[Row]) -> Values:
     """Points over dense by the number of tokens that share a selection, and what sharing alone
-    costs: points of a selection shared by 4 and by 8 tokens over one of the fewest."""
+    costs: points of a selection shared by 4 and by 8 tokens over one shared by the fewest."""
     whole = accuracy.pooled(rows)
     points = {each: whole[label(each)].difference for each in flags.intervals}
     fewest = points[min(points)]

@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=256, max_model_len=256, kv_cache_tokens=4096,
     max_adapter_rank=random_adapters.RANK,
 )  # fmt: skip
-PROMPT, OUTPUT = (5, 120), (5, 60)  # least and most tokens
+PROMPT, OUTPUT = (5, 120), (5, 60)  # least tokens, and the number after the most
 
 
 @dataclass(frozen=True)

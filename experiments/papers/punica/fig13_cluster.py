@@ -85,7 +85,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Hour:
-    """A whole run, so that it is kept. samples: the fields of each `Row`."""
+    """The samples of a whole run as one row, which `Run.once` keeps. samples: the fields of each
+    `Row`."""
 
     samples: list[dict[str, Any]]
 

@@ -38,7 +38,7 @@ DIFFERS = "the paper times an A100, for which SGMV has no kernel here"
 
 @dataclass(frozen=True)
 class OperatorFlags(Flags):
-    """Each study sets its own defaults of `ranks` and `implementations`."""
+    """A study may set its own defaults of `ranks` and `implementations`."""
 
     batches: tuple[int, ...] = flag(BATCHES, "tokens of a call", least=1)
     ranks: tuple[int, ...] = flag((16,), "of all adapters of a call", least=1)

@@ -9,8 +9,9 @@ rate; no other parameter is fitted. `rates` finds the sustained rate of each sys
 A minute of Alpaca's arrivals is short for FasterTransformer: at its rates in panels e and f only 15
 to 60 requests arrive, and their lengths decide the sustained rate.
 
---knobs also computes the rates of vLLM and Orca (Oracle) in panel a with the assumed times of
-attention and of the host at ±20 %. The changes show how far the result depends on the assumptions.
+By default (--knobs) the rates of vLLM and Orca (Oracle) in panel a are also computed with the
+assumed times of attention and of the host at ±20 %. The changes show how far the result depends on
+the assumptions.
 """
 
 from collections.abc import Iterator, Mapping

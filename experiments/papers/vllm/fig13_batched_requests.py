@@ -109,7 +109,7 @@ def values(_: BatchFlags, rows: Sequence[Batch]) -> Values:
         numbers |= {f"batch_{policy}_{dataset}": row.batch for policy, row in found.items()}
         numbers[f"vllm_over_oracle_{dataset}"] = found["vllm"].batch / found[ORACLE].batch
         tried = [r.batch for r in rows if (r.dataset, r.change) == (dataset, CALIBRATION)]
-        # Without the paper's batch among those tried, the sigma is not calibrated.
+        # If the paper's batch is outside the range of the tried ones, sigma is not calibrated.
         reached = not tried or min(tried) <= PAPER[dataset][ORACLE] <= max(tried)
         numbers[f"sigma_{dataset}"] = found[ORACLE].sigma if reached else None
         numbers |= {

@@ -111,7 +111,7 @@ def make_requests(
 
     Lengths are the dataset's lengths times `scale`. Prompt and output have at most `limit` tokens
     together.
-    Raises ValueError for a limit below 2 / scale + 2.
+    Raises ValueError for a limit below 2 * scale + 2.
     """
     longest = min(PAPER_CONTEXT, int((limit - 2) / scale))  # both lengths may be rounded up
     if longest < 2:
@@ -177,7 +177,8 @@ def config_of(flags: SharingFlags) -> EngineConfig:
 
 
 def requests_of(flags: SharingFlags) -> dict[str, list[Request]]:
-    """Requests by dataset. Raises ValueError if the KV memory is too small for a sequence."""
+    """Requests by dataset. Raises ValueError if the KV memory is too small for a request's
+    sequences."""
     config, tokenizer = config_of(flags), load_tokenizer(flags.model)
     room = config.kv_cache_tokens // max(flags.sequences) // config.page_size * config.page_size
     counts = {"alpaca": flags.num_requests, "sharegpt": flags.num_sharegpt_requests}

@@ -4,9 +4,9 @@
 
 The kernel attends with OPT-13B's heads over batches of 8 and 32 sequences of 64 to 256 tokens in
 blocks of 16. On a GPU the program times the kernel, and XLA's attention over contiguous keys and
-values in place of FasterTransformer's. Without a GPU it predicts times from the launches and bytes
-(block tables included) of the kernel compiled for an A100 (`kernels`). The cost of paging is the
-difference between the predicted times with blocks of 16 and of 128 tokens.
+values in place of FasterTransformer's. On every machine it predicts times from the launches and
+bytes (without block tables) of the kernel compiled for an A100 (`kernels`). The cost of paging is
+the difference between the predicted times with blocks of 16 and of 128 tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class KernelFlags(Flags):
 class Row:
     """A call.
 
-    bytes: bytes moved, block tables included.
+    bytes: bytes of queries, keys, values and outputs.
     table_bytes: bytes of the block tables.
     least_us, most_us: bounds of the predicted time.
     paged_us, contiguous_us: measured times; None without a GPU.
@@ -87,7 +87,7 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
     """Predicted and measured numbers.
 
-    predicted_percent_of_tables: share of the block tables in the bytes moved.
+    predicted_percent_of_tables: bytes of block tables in percent of `bytes`, the largest row's.
     predicted_percent_blocks_of_16_over_128: time that small blocks add.
     predicted_*_us_*: times of a call. percent_*: measured time above contiguous attention.
     """

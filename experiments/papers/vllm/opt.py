@@ -103,10 +103,11 @@ class Row(Case):
     """The results of a case.
 
     batch: running requests, mean over the steps.
-    latency_s: normalised latency: a request's latency divided by the output tokens of one of its
-        sequences, mean over the requests.
+    latency_s: normalised latency: a request's latency divided by the mean number of output tokens
+        of its sequences, mean over the requests.
     step_s: mean duration of a step that only decodes.
-    tokens_per_s: output tokens a second over the whole run, one sequence of each request.
+    tokens_per_s: output tokens a second over the whole run; a request counts with the mean of its
+        sequences.
     kv_used: share of the KV memory that is in use, mean over the steps.
     saving: share of blocks that sharing saves, mean over the steps (§6.3).
     """

@@ -21,7 +21,7 @@ class Owner:
     request: id of the owning request.
     sequence: index of the owning sequence in its request.
     logical: index of the block in the sequence.
-    filled: filled slots of the block; during a prefill, after the whole prompt.
+    filled: filled slots of the block. During a prefill the whole prompt counts as filled.
     """
 
     request: str

@@ -41,7 +41,10 @@ def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Each field has its description. Defaults are the paper's; alpha is for Llama3-8B."""
+    """Each field has its description. Defaults are the paper's; alpha is for Llama3-8B.
+
+    Raises ValueError as `GatedOptions` does, and for thresholds that are not a pair.
+    """
 
     alpha_h: float = described(
         1.0,

@@ -54,7 +54,8 @@ class LServeCache:
     page_base: [L, K] int32, the page of block 0 of each head.
     num_dense: [L] int32 dense heads of each layer.
     selected_at: [num_slots] int32 position of the last query that selected pages, or `NEVER`.
-    statistics: [N_dense, C * 2D] key extremes of dense heads' pages; None if no row can select.
+    statistics: [N_dense, C * 2D] key extremes of the C logical pages of each page of dense heads;
+        None if no row can select.
     selected: [num_slots, L, J, B - 1] int32 selected columns of the page tables, without the newest
         page's, by KV head or query head; None if no row can select.
     numbers: [L, J] int32 number of each selecting head in the whole model. It seeds random

@@ -33,8 +33,9 @@ class Swapped(NamedTuple):
 
 
 def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
-    """The pools of both kinds of heads. Recompute replays output token by token, so sequences are
-    swapped instead: the host's memory has room for all slots at their longest."""
+    """The pools of both kinds of heads. Where a recomputation would replay output token by token,
+    sequences are swapped by default. So the host's memory has room for all slots at their
+    longest."""
     sizes = layout.num_blocks, layout.unit_bytes
     longest = layout.max_pages, layout.sink + layout.local + 1
     return tuple(
@@ -108,8 +109,8 @@ class LServeHost(HostPolicy):
     def _resume(
         self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
     ) -> None:
-        """Share the window at the end of the cached prefix. Checkpoints will be made at the
-        prompt's end and at the end of its cached blocks, where there are none yet."""
+        """Share the window at the end of the cached prefix. Checkpoints will be made after the
+        prompt's last full block and after its last cached block, where there are none yet."""
         found = prefixes.find(sequence)
         if found.num_tokens:
             streaming.adopt(slot, found.num_tokens, found.end)
@@ -232,7 +233,8 @@ class LServeHost(HostPolicy):
         return {name: owners for part in self.parts for name, owners in part.owners().items()}
 
     def gauges(self, report, slots, contexts) -> dict[str, float]:
-        """selected_tokens: tokens that a query of a dense head reads, summed over slots (§3.4)."""
+        """selected_tokens: tokens that a query of a dense head reads in a layer with page
+        selection, summed over slots (§3.4)."""
         options = self._options
         sparse = contexts >= options.sparse_from
         selected = np.where(sparse, np.minimum(contexts, options.budget), contexts)

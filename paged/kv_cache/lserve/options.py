@@ -16,8 +16,8 @@ MIN_SELECTED = 3  # pages. The newest is always read, so fewer would leave too l
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Each field has its description. Counts are of tokens. Defaults are the paper's, except that
-    no head streams without gates.
+    """Each field has its description. Defaults are the paper's, except that no head streams
+    without gates.
 
     Raises ValueError for invalid gates, and for a share of streaming heads without gates.
     """
