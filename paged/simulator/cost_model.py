@@ -34,8 +34,8 @@ class Fitted:
     Constants of products:
     compute, memory: reached shares of peak FLOPs and bandwidth, with the largest tile.
     start_s: seconds before a product starts.
-    waves: exponent of the idle share of multiprocessors; 1 if they cost as much as busy ones, 0 if
-        nothing.
+    waves: exponent of computed over useful work; 1 if idle multiprocessors in the last wave, and
+        padding, cost as much as useful work, 0 if nothing.
     overlap: infinite if arithmetic and traffic overlap entirely.
     small_tiles: exponent of a tile's relative size; 0 if small tiles compute as fast as large ones.
 
