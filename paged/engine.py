@@ -1,13 +1,24 @@
-"""The engine's interface: requests in, tokens out. `EngineLoop` runs the steps."""
+"""The engine's interface: requests in, tokens out. `EngineLoop` runs the steps.
 
+Calls are exclusive, and an interruption leaves no half-done change. Ctrl-C raises KeyboardInterrupt
+wherever CPython checks for signals: at the start of a function, after a call of C code, and at the
+end of a loop's iteration. Threads switch at the same points. Between these points, plain
+assignments, `+=` of lists and deques, and `del` run as one unit. So a method hands its result over
+right before its `return`, without a call in between.
+"""
+
+import functools
+import threading
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
+
+import numpy as np
 
 from models.config import ModelConfig
 from paged.adapters.known import KnownAdapters
-from paged.arrivals import Arrivals
 from paged.config import EngineConfig
 from paged.decode_runs import LONGEST
 from paged.device.buckets import Buckets
@@ -15,23 +26,67 @@ from paged.device.executor import DeviceExecutor, Executor
 from paged.device.step import StepProgram
 from paged.engine_loop import EngineLoop
 from paged.event_log import EventLog
-from paged.exclusive import exclusive
 from paged.interrupts import keep_interrupts
+from paged.known_output import check_known, go_on
 from paged.kv_cache import policy_of
 from paged.metrics import Metrics
-from paged.pinning import SAMPLING, Pinning
 from paged.registry import Requests
 from paged.requests.adapter import Adapter
 from paged.requests.output_stream import OutputStream
 from paged.requests.sampling_params import SamplingParams, changed_fields
 from paged.requests.sequence import RequestOutput, SequenceGroup, SequenceOutput
+from paged.requests.stopping import TextStream
 from paged.scheduling.scheduler import Scheduler
 from paged.tensor_parallel import Shards
-from paged.validation import Prompt, check_model, each_adapter, paired
+from paged.validation import (
+    Prompt,
+    check_arrival,
+    check_model,
+    check_pin,
+    each_adapter,
+    paired,
+    token_limit,
+    validated_prompt,
+)
+
+# A pin's request. When its only token is sampled, all keys and values of the prompt are written.
+PIN = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
+
+
+def exclusive[**P, R](
+    method: Callable[Concatenate["Engine", P], R],
+) -> Callable[Concatenate["Engine", P], R]:
+    """Make a method exclusive in its engine. `_owner` is the name of the thread in the method.
+
+    `_settle` runs before the method, and again if the method raises. It recovers from an
+    interrupted call, and may be interrupted itself.
+
+    Raises RuntimeError when it is called while another call runs.
+    """
+
+    @functools.wraps(method)
+    def call(self: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
+        thread = threading.current_thread().name
+        if self._owner is not None:
+            raise RuntimeError(
+                f"the engine is in the middle of a call by thread {self._owner!r}: its calls must "
+                f"come one after the other ({method.__name__} was called by thread {thread!r})"
+            )
+        self._owner = thread
+        try:
+            self._settle()
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self._settle()
+            raise
+        finally:
+            self._owner = None
+
+    return call
 
 
 class Engine:
-    """Serves one model through one executor, one call at a time (`exclusive`).
+    """Serves one model through one executor, one call at a time.
 
     loop: schedules and runs steps.
     requests: unfinished requests and their outputs.
@@ -51,9 +106,9 @@ class Engine:
         self.requests = Requests(self.metrics, executor.clock, tokenizer)
         self.loop = EngineLoop(model, config, executor, self.requests, self.metrics, self.event_log)
         self.adapters = KnownAdapters(model, config, executor.dtype)
-        self._arrivals = Arrivals(self.loop, self.requests, tokenizer)
-        self._pinning = Pinning(self.loop, self.requests, self.event_log)
-        self._owner: str | None = None  # the thread that is in a call: see `exclusive`
+        self._rng = np.random.default_rng(config.seed)  # seeds of requests without one
+        self._num_requests = 0
+        self._owner: str | None = None  # the thread that is in a call
         self._half_done = False  # a change has begun and not ended: see `_settle`
         self.event_log.engine(config, model, executor.dtype)
 
@@ -166,17 +221,55 @@ class Engine:
         another call runs.
         """
         sampling = SamplingParams() if sampling is None else sampling
-        tokens = self._arrivals.validated(prompt, sampling)
-        self._arrivals.check(request_id, arrival_time, stream)
+        tokens = self._validated(prompt, sampling)
+        check_arrival(request_id, arrival_time, stream, cache_salt, self.executor.clock.now())
+        if request_id is not None and self.requests.in_use(request_id):
+            raise ValueError(f"request id {request_id!r} is in use")
         known = self.adapters.named(adapter)
         if known_output is not None:
-            self._arrivals.check_known(known_output, tokens, sampling)
-        group = self._arrivals.new_group(
+            model, config = self.model, self.config
+            check_known(known_output, tokens, sampling, self.tokenizer, model, config)
+        group = self._new_group(
             tokens, sampling, request_id, arrival_time, cache_salt, bool(stream), adapter=known,
             known_output=known_output,
         )  # fmt: skip
         self._accept(group)
         return group.request_id
+
+    def _validated(self, prompt: Prompt, sampling: SamplingParams) -> np.ndarray:
+        model, config, policy = self.model, self.config, self.host_policy
+        return validated_prompt(prompt, sampling, self.tokenizer, model, config, policy)
+
+    def _new_group(
+        self, tokens: np.ndarray, sampling: SamplingParams, request_id: str | None = None,
+        arrival_time: float | None = None, cache_salt: str = "", stream: bool = False,
+        mailbox: deque[RequestOutput] | None = None, adapter: Adapter | None = None,
+        known_output: List[SequenceOutput] | None = None,
+    ) -> SequenceGroup:  # fmt: skip
+        """A request's sequence group, numbered in the order of calls, and not queued yet.
+
+        tokens: the validated prompt.
+        mailbox: receives the request's outputs; None: `step` returns them.
+        known_output: checked output that the request continues.
+        """
+        order = self._num_requests
+        self._num_requests += 1
+        if request_id is None:
+            request_id = self.requests.new_id()
+        seed = int(self._rng.integers(2**32)) if sampling.seed is None else sampling.seed
+        limit = token_limit(tokens, sampling, self.config)
+        group = SequenceGroup(
+            request_id, order, tokens, sampling, seed, limit, self.model.eos_token_ids
+        )
+        group.arrival_s = self.executor.clock.now() if arrival_time is None else float(arrival_time)
+        group.cache_salt, group.stream, group.mailbox = cache_salt, stream, mailbox
+        group.adapter = adapter
+        if self.tokenizer is not None and not group.search and (sampling.stop or stream):
+            for sequence in group.sequences:
+                sequence.text_stream = TextStream(self.tokenizer, sampling.stop)
+        if known_output is not None:
+            go_on(group, known_output)
+        return group
 
     def _accept(self, group: SequenceGroup) -> None:
         """Queue a checked request, and log its arrival."""
@@ -267,11 +360,11 @@ class Engine:
         call is interrupted between steps, its requests are aborted; within a step, all requests end
         (see `step`).
         """
-        arrivals, mailbox = self._arrivals, deque[RequestOutput]()
-        valid = [(arrivals.validated(p, how), how) for p, how in paired(prompts, sampling)]
+        mailbox = deque[RequestOutput]()
+        valid = [(self._validated(p, how), how) for p, how in paired(prompts, sampling)]
         known = [self.adapters.named(name) for name in each_adapter(adapters, len(valid))]
         groups = [
-            arrivals.new_group(tokens, how, mailbox=mailbox, adapter=adapter)
+            self._new_group(tokens, how, mailbox=mailbox, adapter=adapter)
             for (tokens, how), adapter in zip(valid, known, strict=True)
         ]
         # If this call is interrupted, `_settle` aborts these groups.
@@ -299,12 +392,10 @@ class Engine:
         request.
         """
         how = SamplingParams() if sampling is None else sampling
-        tokens = self._arrivals.validated(prompt, how)
+        tokens = self._validated(prompt, how)
         known = self.adapters.named(adapter)
         stream = OutputStream(self._next_output, self._close)
-        group = self._arrivals.new_group(
-            tokens, how, stream=True, mailbox=stream.mailbox, adapter=known
-        )
+        group = self._new_group(tokens, how, stream=True, mailbox=stream.mailbox, adapter=known)
         self.requests.open(stream, group)
         self._accept(group)
         return stream
@@ -340,22 +431,28 @@ class Engine:
             while requests are unfinished, because a pin would take memory that their acceptance
             counted on.
         """
-        tokens, mailbox = self._arrivals.validated(prompt, SAMPLING), deque[RequestOutput]()
-        self._pinning.check(tokens)
-        length, known = len(tokens), self.adapters.named(adapter)
-        group = self._arrivals.new_group(
-            tokens, SAMPLING, "pin", cache_salt=cache_salt, mailbox=mailbox, adapter=known
+        tokens, mailbox = self._validated(prompt, PIN), deque[RequestOutput]()
+        check_pin(tokens, cache_salt, self.config, self.host_policy)
+        if count := len(self.requests.unfinished):
+            raise ValueError(f"{count} requests are unfinished: pin prefixes before")
+        known = self.adapters.named(adapter)
+        group = self._new_group(
+            tokens, PIN, "pin", cache_salt=cache_salt, mailbox=mailbox, adapter=known
         )
         group.pin = True
         self._accept(group)
         # An interruption before the pin is complete resets the engine, which drops all pins.
         self._half_done = True
-        kept = self._pinning.run(group, tokens)
+        while not mailbox:
+            self.loop.run_step()
+        pinned = mailbox[0].finish_reason != "error"
+        if pinned:
+            self.event_log.pin(self.executor.clock.now(), self.loop.round, tokens, group)
         self._half_done = False
-        if not kept:
+        if not pinned:
             reason = "its logits are not finite, or its adapter cannot be loaded"
             raise ValueError(f"the prefix cannot be pinned: {reason}")
-        return length
+        return len(tokens)
 
     # After an interruption
 

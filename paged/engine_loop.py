@@ -20,11 +20,11 @@ from paged.device.buckets import Buckets
 from paged.device.executor import Executor, ReportingExecutor
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
-from paged.intake import Intake
 from paged.kv_cache import policy_of
 from paged.kv_cache.policy import ShardedModel
 from paged.metrics import Metrics, StepRecord, step_facts
 from paged.outputs import record_prompt_logprobs
+from paged.postprocess import Postprocessor
 from paged.registry import Requests
 from paged.scheduling.admission import in_turn
 from paged.scheduling.scheduled_step import ScheduledStep
@@ -68,7 +68,9 @@ class EngineLoop:
         if policy.simulated and isinstance(self.executor, ReportingExecutor):
             self.executor.report_by(policy.simulated, config, sharded)
         self.scheduler = Scheduler(config, self.host_policy, gate)
-        self._intake = Intake(self.model, self.scheduler, self._requests, self.event_log)
+        self._postprocessor = Postprocessor(
+            self.model, self.scheduler, self._requests, self.event_log
+        )
         self._in_flight: InFlight | None = None
         self._runs = DecodeRuns.possible(
             config, self.scheduler, self.executor, self.model.eos_token_ids
@@ -232,4 +234,4 @@ class EngineLoop:
         metrics.compilations_after_warmup = self.executor.compilations - self._compilations_at_start
 
         record_prompt_logprobs(step, self.scheduler.slots, outputs.prompt_logprobs)
-        self._intake.apply(flight, sampled, outputs, now)
+        self._postprocessor.apply(flight, sampled, outputs, now)

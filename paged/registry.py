@@ -96,7 +96,7 @@ class Requests:
         output = request_output(group, self._tokenizer if with_text else None)
         record = request_record(group, output, self._clock.now())
         event, box, metrics = finish_event(record), self._box(group), self._metrics
-        # No call, so no interruption, from here on: see `paged.exclusive`.
+        # No call, so no interruption, from here on: see `paged.engine`.
         box += (output,)
         metrics.requests += (record,)
         metrics.events += (event,)

@@ -6,7 +6,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.sampling import MAX_LOGPROBS
-from paged.checks import refusal, shown
+from paged.checks import is_bool, is_real, is_text, refusal, shown
 from paged.config import EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.host import HostPolicy, Sizes
@@ -52,6 +52,26 @@ def each_adapter(adapters: Sequence[str | None] | None, count: int) -> Sequence[
     if len(adapters) != count:
         raise ValueError(f"{count} prompts with {len(adapters)} adapters")
     return adapters
+
+
+def check_arrival(request_id, arrival_time, stream, cache_salt, now: float) -> None:
+    """Raise ValueError for arguments of a wrong type, or an arrival time after `now`, in seconds on
+    the engine's clock."""
+    if request_id is not None and not is_text(request_id):
+        raise refusal("request_id", "a text", request_id)
+    if not is_bool(stream):
+        raise refusal("stream", "True or False", stream)
+    if arrival_time is not None and not is_real(arrival_time):
+        raise refusal("arrival_time", "a finite number", arrival_time)
+    if arrival_time is not None and arrival_time > now:
+        raise ValueError(f"arrival_time {arrival_time} is in the future: it is {now}")
+    check_salt(cache_salt)
+
+
+def check_salt(cache_salt) -> None:
+    """Raise ValueError unless the salt is text: hashing it at admission would end all requests."""
+    if not is_text(cache_salt):
+        raise refusal("cache_salt", "a text", cache_salt)
 
 
 def token_limit(tokens: np.ndarray, sampling: SamplingParams, config: EngineConfig) -> int:
@@ -165,3 +185,26 @@ def check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:
             raise ValueError(
                 f"stop string {string!r} is a special token, and those are not part of the text"
             )
+
+
+def check_pin(prompt: np.ndarray, cache_salt, config: EngineConfig, policy) -> None:
+    """Raise ValueError without prefix caching or a free pin, for a prompt that is too short to pin
+    or that the policy never shares, and unless the salt is text."""
+    can = config.capabilities
+    if not (config.prefix_caching or can.pins):
+        staged = f"option pins of policy {config.policy!r}"
+        needed = staged if can.staged_tile else "prefix_caching"
+        raise ValueError(f"pinning a prefix needs {needed}")
+    if can.pins and policy.num_pinned == can.pins:
+        raise ValueError(f"as many prefixes are pinned as option pins allows: {can.pins}")
+    if not can.pinned_tokens(len(prompt)):
+        raise ValueError(
+            f"a prefix of {len(prompt)} tokens is too short to be pinned: at least "
+            f"{can.staged_tile + 2} are needed"
+        )
+    if not can.shares(len(prompt)):
+        raise ValueError(
+            f"a prefix of {len(prompt)} tokens is prefilled sparsely and shared with nobody: "
+            f"pin fewer than {can.unshared_from}"
+        )
+    check_salt(cache_salt)

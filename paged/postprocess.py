@@ -1,11 +1,10 @@
-"""Applies a step's sampled tokens: records them, ends sequences, and feeds streams."""
+"""Applies a step's outputs: records tokens, advances beams, ends sequences, and feeds streams."""
 
 from typing import cast
 
 import numpy as np
 
 from models.config import ModelConfig
-from paged.beams import Beams
 from paged.device.step import StepOutputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
@@ -17,15 +16,14 @@ from paged.requests.stopping import StopChecker
 from paged.scheduling.scheduler import Scheduler
 
 
-class Intake:
+class Postprocessor:
     """Passes a step's tokens to the scheduler's sequences, and their outputs to `Requests`."""
 
     def __init__(
         self, model: ModelConfig, scheduler: Scheduler, requests: Requests, event_log: EventLog
     ):
-        self._scheduler, self._requests = scheduler, requests
+        self._scheduler, self._requests, self._event_log = scheduler, requests, event_log
         self._stops = StopChecker(model.eos_token_ids, model.vocab_size)
-        self._beams = Beams(scheduler, requests, event_log)
 
     def apply(
         self, flight: InFlight, sampled: np.ndarray, outputs: StepOutputs, now: float
@@ -35,7 +33,7 @@ class Intake:
         for iteration in range(flight.step.iterations):
             self._tokens(flight, iteration, sampled[iteration], outputs, now)
         if flight.step.has_beams:
-            self._beams.advance(flight, outputs, now)
+            self._advance_searches(flight, outputs, now)
 
     def _tokens(
         self, flight: InFlight, iteration: int, sampled: np.ndarray, outputs: StepOutputs, now
@@ -86,3 +84,45 @@ class Intake:
         for sequence in group.unfinished:
             sequence.tokens = self._scheduler.slots.known_tokens(sequence.slot)
         self._requests.deliver(group)
+
+    def _advance_searches(self, flight: InFlight, outputs: StepOutputs, now: float) -> None:
+        """Pass the step's candidates to each beam search that has some, and its new live beams to
+        the scheduler (vLLM §4.4)."""
+        s, step = self._scheduler.slots, flight.step
+        at_end = step.samples & s.beam[step.slots] & (s.generation[step.slots] == step.generations)
+        row_of = {int(step.slots[i]): int(flight.rows[i]) for i in np.flatnonzero(at_end)}
+        for group in {s.sequence_in(slot).group: None for slot in row_of}:
+            rows = [row_of[beam.slot] for beam in group.sequences]
+            if group.first_token_s is None:
+                group.first_token_s = now
+            if (np.asarray(outputs.tokens)[0, rows] < 0).any():
+                self._end_search(group, "error")
+                continue
+            assert group.search is not None and outputs.logprobs is not None
+            known = [
+                s.known_tokens(beam.slot)[group.num_prompt_tokens :] for beam in group.sequences
+            ]
+            asked = slice(0, group.search.num_candidates)
+            candidates = np.asarray(outputs.logprobs.top_tokens)[0, rows, asked]
+            logprobs = np.asarray(outputs.logprobs.top)[0, rows, asked]
+            before = [beam.slot for beam in group.sequences]
+            moves = group.search.advance(known, candidates, logprobs)
+            if moves:
+                self._scheduler.advance_beams(group, moves)
+            self._event_log.beams(
+                now,
+                flight.number,
+                group,
+                before=before,
+                candidates=candidates,
+                candidate_logprobs=logprobs,
+                parents=[before[parent] for parent, _ in moves],
+                slots=[beam.slot for beam in group.sequences] if moves else [],
+            )
+            if not moves:
+                self._end_search(group, "length")
+
+    def _end_search(self, group: SequenceGroup, reason: str) -> None:
+        for beam in group.unfinished:
+            self._scheduler.finish(beam, reason)
+        self._requests.retire(group)
