@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.answers import ALL
+from experiments.papers.drawing import grouped_bars
 from experiments.study import Setting, Study, Values
 
 NEEDS = "the paper's model, a GPU that holds it, and the benchmark's problems"
@@ -50,17 +51,13 @@ def scores(rows: Sequence[Row]) -> Values:
 
 
 def draw(_: AccuracyFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Scores by task, a bar for each system."""
-    numbers, axes = scores(rows), figure.subplots()
-    systems = list(dict.fromkeys(row.system for row in rows))
+    numbers = scores(rows)
     tasks = [*dict.fromkeys(row.task for row in rows if row.task != ALL), "average"]
-    for i, system in enumerate(systems):
-        at = np.arange(len(tasks)) + 0.8 * (i + 0.5) / len(systems) - 0.4
-        heights = [numbers.get(key(system, task)) or 0.0 for task in tasks]
-        axes.bar(at, heights, 0.76 / len(systems), label=system)
-    axes.set_xticks(range(len(tasks)), tasks, rotation=20)
-    axes.set(ylabel="score (%)")
-    axes.legend(frameon=False, fontsize="small")
+    groups = {
+        system: [numbers.get(key(system, task)) or 0.0 for task in tasks]
+        for system in dict.fromkeys(row.system for row in rows)
+    }
+    grouped_bars(figure.subplots(), tasks, groups, "score (%)", rotation=20)
 
 
 def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -37,21 +37,11 @@ class RateFlags(SimulatedFlags):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A simulated run. load: rate over `capacity`. knob: changed constant, a name of
-    `knobs.FACTORS`."""
+class Case(gpu.Case):
+    """load: rate over `capacity`. knob: changed constant, a name of `knobs.FACTORS`."""
 
-    model: str
-    system: str
     load: float
     knob: str
-    gpu: str
-    host: str
-    attention_knob: float
-    host_knob: float
-    recorded: str
-    seed: int
-    output: int
     requests: int
 
 
@@ -77,11 +67,7 @@ def capacity(server: gpu.Server, flags: SimulatedFlags) -> float:
 
 
 def simulate(case: Case) -> Row:
-    server = gpu.server_of(case.model, case.output)
-    flags = SimulatedFlags(
-        gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
-        recorded=case.recorded, seed=case.seed,
-    )  # fmt: skip
+    server, flags = case.server, case.flags
     rate = case.load * capacity(server, flags)  # capacity with unchanged constants
     most = server.most if case.system == DIFFKV else 256
     config = gpu.config_of(case.system, server, case.gpu, most)
@@ -104,8 +90,8 @@ def cases(flags: RateFlags) -> Iterator[Case]:
             for knob in FACTORS if load == middle else ("",):
                 for system in SYSTEMS:
                     yield Case(
-                        model, system, load, knob, flags.gpu, flags.host, flags.attention_knob,
-                        flags.host_knob, flags.recorded, flags.seed, flags.most_output,
+                        model, system, flags.gpu, flags.host, flags.attention_knob,
+                        flags.host_knob, flags.recorded, flags.seed, flags.most_output, load, knob,
                         flags.requests,
                     )  # fmt: skip
 

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.papers.diffkv.kernels_on_cpu import MIXED, formats_of
 from experiments.papers.diffkv.systems import PAGE_SIZE
 from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.page_manager import Pages
+from pallas_kernels.quantized_attention import PageFormat, parse_format
 from pallas_kernels.specs import HEADS
 
 TOKENS, MORE = 1024, 256  # tokens of a prompt; most generated tokens
@@ -141,13 +141,18 @@ class ThreadedManager:
         return pages
 
 
+def _format(name: str):
+    return parse_format(name, HEADS["llama-3-8b"].D, "float16")
+
+
 class Case:
     """Sequences after compression. tokens: kept tokens [S, H, 2] in high and in low precision."""
 
     def __init__(self, sequences: int, seed: int):
         self.sequences, rng = sequences, np.random.default_rng(seed)
-        formats = formats_of(MIXED, HEADS["llama-3-8b"].D)
-        self.sizes = formats[0].tokens, formats[1].tokens
+        # A page is as large as PAGE_SIZE tokens in K8V8.
+        words = PageFormat.holding(PAGE_SIZE, *_format("K8V8")).words
+        self.sizes = tuple(PageFormat(*_format(name), words).tokens for name in ("K8V4", "K4V2"))
         self.allocated = -(-TOKENS // PAGE_SIZE) + 1
         self.width = -(-(TOKENS + MORE) // PAGE_SIZE) + 1
         self.num_pages = sequences * HEADS_8B * self.allocated * 9 // 8

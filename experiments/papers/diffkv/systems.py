@@ -45,18 +45,13 @@ def uniform_options(name: str) -> dict[str, Any]:
     return {"high": name, "low": name, "alpha_h": 0.0, "alpha_l": 0.0}
 
 
-def pruning_options(method: str, budget: float) -> dict[str, Any]:
-    """Options that prune to a share of the tokens, kept in 16 bits. method: a key
-    of `BUDGETED`."""
-    return uniform_options("K16V16") | BUDGETED[method] | {"budget": budget}
-
-
 def uniform(flags: AccuracyFlags, name: str) -> EngineConfig:
     return policy(flags, **uniform_options(name))
 
 
 def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
-    return policy(flags, **pruning_options(method, budget))
+    """Pruning to a share of the tokens, kept in 16 bits. method: a key of `BUDGETED`."""
+    return policy(flags, **uniform_options("K16V16") | BUDGETED[method] | {"budget": budget})
 
 
 def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:

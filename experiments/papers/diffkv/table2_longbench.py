@@ -21,10 +21,8 @@ PAPER = {
     system: dict(zip(TASKS, scores)) | {"average": round(sum(scores) / len(scores), 2)}
     for system, scores in SCORES.items()
 }
-PAPER = {
-    system: found | ({"memory": MEMORY[system]} if system in MEMORY else {})
-    for system, found in PAPER.items()
-}
+for name, memory in MEMORY.items():
+    PAPER[name]["memory"] = memory
 
 STUDY = benchmarks.study(
     __file__, DiffKVFlags, long_context,

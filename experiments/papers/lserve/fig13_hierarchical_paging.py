@@ -16,7 +16,7 @@ from experiments import accuracy
 from experiments.lib.typed_flags import flag
 from experiments.papers.lserve import fig06_page_size as pages
 from experiments.papers.lserve import fig09_needle as needle
-from experiments.papers.lserve.fig09_needle import NeedleFlags, Row
+from experiments.papers.lserve.fig09_needle import NeedleFlags, Row, percent_right
 from experiments.study import Values
 
 DENSE = "dense"
@@ -31,19 +31,12 @@ class PagingFlags(NeedleFlags):
                                     least=192)  # fmt: skip
 
 
-def right(rows: Sequence[Row], system: str) -> float | None:
-    """Percent of right answers over all prompts."""
-    mine = [row for row in rows if row.system == system]
-    prompts = sum(row.prompts for row in mine)
-    return sum(row.prompts * (row.right or 0) for row in mine) / prompts if prompts else None
-
-
 def values(flags: PagingFlags, rows: Sequence[Row]) -> Values:
     """Percent of right answers of each system, and points of hierarchical pages over each kind of
     flat pages at each budget."""
-    numbers: dict[str, float | None] = {"right_dense": right(rows, DENSE)}
+    numbers: dict[str, float | None] = {"right_dense": percent_right(rows, DENSE)}
     for budget in flags.budgets:
-        found = {name: right(rows, pages.label(name, budget)) for name in pages.PAGES}
+        found = {name: percent_right(rows, pages.label(name, budget)) for name in pages.PAGES}
         for name, percent in found.items():
             numbers[f"right_{name.replace(', ', '_')}_at_{budget}"] = percent
         flat16, flat64, ours = (found[name] for name in (FLAT_16, FLAT_64, HIERARCHICAL))

@@ -91,7 +91,6 @@ def values(_: BatchFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: BatchFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Latency over the batch, a panel for each stage."""
     for axes, stage in zip(figure.subplots(1, 2), STAGES):
         for length in sorted({row.length for row in rows}):
             mine = [r for r in rows if (r.stage, r.length, r.change) == (stage, length, "")]

@@ -116,7 +116,6 @@ def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(flags: LayerFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Latency over the batch, a panel for each model and length."""
     cases = list(dict.fromkeys((row.model, row.length) for row in rows))
     plain = [row for row in rows if not row.change]
     for axes, (model, length) in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases):

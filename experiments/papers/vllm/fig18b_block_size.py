@@ -2,11 +2,10 @@
 
     python -m experiments.papers.vllm.fig18b_block_size
 
-OPT-13B runs at the rates of Fig. 13 (the paper does not say its rates; --sharegpt_rate and
---alpaca_rate change them), with blocks of 1 to 256 tokens. Two effects oppose each other.
+OPT-13B runs with blocks of 1 to 256 tokens, at the rates of Fig. 13. Two effects oppose each other.
 Large blocks are partly empty, which wastes memory and bandwidth. Small blocks make the kernel bound
-by latency. A warp of vLLM's kernel reads its blocks one after the other, 32 tokens at a time. Each
-read costs the latency of two dependent accesses, to the block's number and to its content
+by latency: a warp of vLLM's kernel reads its blocks one after the other, 32 tokens at a time, and
+each read costs the latency of two dependent accesses, to the block's number and to its content
 (`Warps`). This latency is assumed; --latency_knob multiplies it. The host's work for each block is
 not simulated.
 """

@@ -30,7 +30,7 @@ def test_a_run_that_overtakes_too_often_is_a_fault():
     engine = adapter_slots.simulate(TINY, config, requests, ["a", "b", "c"], 0.1)
     object.__setattr__(engine.config, "max_overtakes", 1)
     with pytest.raises(AssertionError, match=r"overtaken \d+ times, not 1 at most"):
-        adapter_slots.row_of("simulated", engine)
+        adapter_slots.row_of(engine)
 
 
 def test_what_is_counted_of_loads():
