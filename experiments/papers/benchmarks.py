@@ -32,18 +32,17 @@ def scores(rows: Sequence[Row]) -> Values:
     first = rows[0].system if rows else ""
     for system in dict.fromkeys(row.system for row in rows):
         mine = [r for r in rows if r.system == system and r.reference == first and r.task != ALL]
-        contexts = sorted({row.context for row in mine})
-        by_task: dict[str, list[float]] = {}
+        contexts, by_task = {row.context for row in mine}, dict[str, list[float]]()
         for row in mine:
             by_task.setdefault(row.task, []).append(row.score)
             if len(contexts) > 1:
                 numbers[key(system, f"{row.task}_{row.context}")] = row.score
         means = {task: float(np.mean(found)) for task, found in by_task.items()}
-        numbers |= {key(system, task): score for task, score in means.items()}
-        for context in contexts if len(contexts) > 1 else ():
+        for context in sorted(contexts) if len(contexts) > 1 else ():
             at = [row.score for row in mine if row.context == context]
-            numbers[key(system, f"average_{context}")] = float(np.mean(at))
-        numbers[key(system, "average")] = float(np.mean(list(means.values())))
+            means[f"average_{context}"] = float(np.mean(at))
+        means["average"] = float(np.mean([means[task] for task in by_task]))
+        numbers |= {key(system, name): mean for name, mean in means.items()}
         held = [row.kv_memory_fraction for row in mine if row.kv_memory_fraction is not None]
         if held:
             numbers[key(system, "memory")] = float(np.mean(held))

@@ -1,9 +1,30 @@
-"""Bars of several groups side by side, as in many of the papers' figures."""
+"""Lines by system, panel by panel, and bars side by side, as in many of the papers' figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+def panels[R](figure: Figure, rows: Sequence[R], *fields: str) -> Iterator[tuple[Axes, list[R]]]:
+    """Axes side by side, and their rows: those with equal `fields`, which are the title."""
+    keys = [tuple(getattr(row, field) for field in fields) for row in rows]
+    places = dict.fromkeys(keys)
+    for axes, place in zip(figure.subplots(1, len(places), squeeze=False)[0], places):
+        axes.set_title(", ".join(map(str, place)), loc="left", fontsize="medium")
+        yield axes, [row for row, key in zip(rows, keys) if key == place]
+
+
+def lines(axes: Axes, rows: Sequence[Any], x: str, y: str, by: str, **labels: Any) -> None:
+    """Draws field `y` over field `x`, a line for each value of field `by`. labels: of the axes."""
+    for value in dict.fromkeys(map(attrgetter(by), rows)):
+        mine = [row for row in rows if getattr(row, by) == value]
+        xs, ys = ([getattr(row, field) for row in mine] for field in (x, y))
+        axes.plot(xs, ys, "o-", markersize=3, label=value)
+    axes.set(**labels)
 
 
 def grouped_bars(

@@ -18,6 +18,7 @@ from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
+from experiments.papers.drawing import lines, panels
 from experiments.study import Run, Setting, Study, Values, jobs_flag
 
 MODELS = ("llama-3-8b", "qwen2.5-32b")
@@ -118,13 +119,11 @@ def holds(found) -> bool:
     return all(found[f"latency_over_vllm_{m}_{load:g}"] < 1 for m in MODELS for load in LOADS)
 
 
-def draw(flags: RateFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    panels = figure.subplots(1, len(flags.models), squeeze=False)[0]
-    for axes, model in zip(panels, flags.models):
-        for system in SYSTEMS:
-            mine = [r for r in rows if (r.model, r.system, r.knob) == (model, system, "")]
-            axes.plot([r.rate for r in mine], [r.ms_per_token for r in mine], "o-", label=system)
-        axes.set(title=model, xlabel="requests a second", ylabel="ms a token", yscale="log")
+def draw(_: RateFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    labels = {"xlabel": "requests a second", "ylabel": "ms a token"}
+    for axes, mine in panels(figure, [row for row in rows if not row.knob], "model"):
+        lines(axes, mine, "rate", "ms_per_token", "system", **labels)
+        axes.set(yscale="log")
         axes.legend(frameon=False)
 
 

@@ -5,7 +5,7 @@
 """
 
 from experiments.papers import benchmarks
-from experiments.papers.diffkv.benchmarks import DIFFKV, DiffKVFlags, long_context
+from experiments.papers.diffkv.systems import DIFFKV, DiffKVFlags, long_context
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 TASKS = ("qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")

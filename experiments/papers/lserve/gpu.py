@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.drawing import lines, panels
 from experiments.study import Values
 from models import checkpoint
 from models.config import ModelConfig
@@ -255,13 +256,10 @@ def with_knobs(*beside: str) -> Callable[[Found], Callable[..., Values]]:
 
 def draw(_: SimulatedFlags, figure: Figure, rows: Sequence[Row]) -> None:
     """Milliseconds over the context, a panel for each model and stage."""
-    mine = [row for row in rows if not row.knob]
-    panels = list(dict.fromkeys((row.model, row.stage) for row in mine))
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        for system in dict.fromkeys(row.system for row in mine):
-            of = [r for r in mine if r.system == system and (r.model, r.stage) == panel]
-            axes.plot([r.context for r in of], [r.ms for r in of], "o-", ms=3, label=system)
-        axes.set(xscale="log", yscale="log", xlabel="context", ylabel="ms", title=" ".join(panel))
+    plain = [row for row in rows if not row.knob]
+    for axes, mine in panels(figure, plain, "model", "stage"):
+        lines(axes, mine, "context", "ms", "system", xlabel="context", ylabel="ms")
+        axes.set(xscale="log", yscale="log")
     figure.axes[0].legend(frameon=False, fontsize="x-small")
 
 

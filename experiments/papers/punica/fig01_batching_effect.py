@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib import knobs
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.drawing import lines, panels
 from experiments.study import Setting, Study, Values
 from models import checkpoint
 from paged.config import EngineConfig
@@ -91,15 +92,11 @@ def values(_: BatchFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: BatchFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    for axes, stage in zip(figure.subplots(1, 2), STAGES):
-        for length in sorted({row.length for row in rows}):
-            mine = [r for r in rows if (r.stage, r.length, r.change) == (stage, length, "")]
-            axes.plot(
-                [r.batch for r in mine], [r.ms for r in mine], "o-", label=f"{length:,} tokens"
-            )
-        axes.set_title(stage, loc="left", fontsize="medium")
-        axes.set(xlabel="batch (sequences)", ylabel="latency of a step (ms)", ylim=(0, None))
-        axes.legend(frameon=False, fontsize="small")
+    labels = {"xlabel": "batch (sequences)", "ylabel": "latency of a step (ms)"}
+    for axes, mine in panels(figure, [row for row in rows if not row.change], "stage"):
+        lines(axes, mine, "batch", "ms", "length", **labels)
+        axes.set_ylim(0)
+        axes.legend(frameon=False, fontsize="small", title="tokens")
 
 
 STUDY = Study(

@@ -19,6 +19,7 @@ from matplotlib.figure import FigureBase
 from experiments.papers import mechanisms
 from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, arrow, box, tile
 from experiments.papers.vllm import snapshots
+from experiments.papers.vllm.snapshots import engine_of, sampling
 from models import checkpoint
 from models.config import ModelConfig
 from paged.cluster.cluster import Arrival, ClusterRecord
@@ -26,7 +27,6 @@ from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.adapter import Adapter
-from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels.lora import PAGE_RANKS, Segments, sgmv
 from pallas_kernels.lora.work_items import ROWS, padded, work_items
@@ -92,8 +92,7 @@ def serve(arrivals: list[Arrival], **fields: Any) -> Cluster:
 
 
 def request(at: float, prompt: int, tokens: int, adapter: str, seed: int = 0) -> Arrival:
-    how = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
-    return Arrival(at, [5 + seed] * prompt, how, adapter)
+    return Arrival(at, [5 + seed] * prompt, sampling(tokens, seed=seed), adapter)
 
 
 def draw_cluster(figure: FigureBase, found: Cluster) -> None:
@@ -253,15 +252,12 @@ def fig06() -> Mechanism:
     until the last one ends, and a new request waits until then. With a KV cache for each request, a
     request that ends makes room for the new one."""
     lengths, late = (3, 5, 9, 6), 4
-    config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=4,
-        kv_cache_tokens=256, run_ahead=False, max_prefills_per_step=4,
+    engine = engine_of(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, kv_cache_tokens=256,
+        max_prefills_per_step=4,
     )  # fmt: skip
-    engine = Engine(
-        model(), config, SimulatedExecutor(vocab_size=model().vocab_size, dtype="float32")
-    )
     requests = {
-        f"R{i + 1}": ([5 + i] * 4, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i))
+        f"R{i + 1}": ([5 + i] * 4, sampling(tokens, seed=i))
         for i, tokens in enumerate((*lengths, late))
     }
     shots = snapshots.run(engine, requests, 0, progress=False)

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib import knobs
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.drawing import lines, panels
 from experiments.study import Setting, Study, Values
 from models import checkpoint
 from paged.config import EngineConfig
@@ -115,16 +116,11 @@ def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
     return knobs.values(rows, _found, holds)
 
 
-def draw(flags: LayerFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    cases = list(dict.fromkeys((row.model, row.length) for row in rows))
-    plain = [row for row in rows if not row.change]
-    for axes, (model, length) in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases):
-        for popularity in (BASE, *POPULARITIES):
-            mine = of(plain, model, length, popularity)
-            style = "--" if popularity == BASE else "o-"
-            axes.plot([r.batch for r in mine], [r.us for r in mine], style, label=popularity)
-        axes.set_title(f"{model}, {length:,} tokens", loc="left", fontsize="medium")
-        axes.set(xlabel="batch (sequences)", ylabel="latency of a layer (µs)", ylim=(0, None))
+def draw(_: LayerFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    labels = {"xlabel": "batch (sequences)", "ylabel": "latency of a layer (µs)"}
+    for axes, mine in panels(figure, [row for row in rows if not row.change], "model", "length"):
+        lines(axes, mine, "batch", "us", "popularity", **labels)
+        axes.set_ylim(0)
     figure.axes[0].legend(frameon=False, fontsize="small")
 
 

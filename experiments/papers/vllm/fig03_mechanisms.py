@@ -23,15 +23,11 @@ from experiments.lib.plots import MEMORY_COLOURS
 from experiments.papers import mechanisms
 from experiments.papers.mechanisms import COLOURS, FREE, Mechanism, arrow, box, tile
 from experiments.papers.vllm import snapshots
-from experiments.papers.vllm.snapshots import Snapshot
-from models import checkpoint
-from paged.engine import Engine, EngineConfig
+from experiments.papers.vllm.snapshots import BLOCK, Snapshot, engine_of, sampling
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
-from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels.paged_attention import paged_attention
 
-BLOCK = 4
 A = "Four score and seven years ago our".split()
 A_GOES_ON = ["fathers", "brought", "forth"]
 B = "It was the best of times".split()
@@ -42,20 +38,6 @@ IDS: dict[str, int] = {}
 
 def ids(words: Sequence[str]) -> list[int]:
     return [IDS.setdefault(word, 10 + len(IDS)) for word in words]
-
-
-def engine_of(**fields: Any) -> Engine:
-    """An engine whose executor makes up tokens instead of running the model."""
-    model = checkpoint.load_config("bundled")
-    config = EngineConfig(**{
-        "page_size": BLOCK, "kv_cache_tokens": 12 * BLOCK, "max_num_seqs": 8, "max_model_len": 32,
-        "max_num_batched_tokens": 32, "run_ahead": False,
-    } | fields)  # fmt: skip
-    return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size, dtype="float32"))
-
-
-def sampling(tokens: int = 4, **how: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, **how)
 
 
 def shots_of(

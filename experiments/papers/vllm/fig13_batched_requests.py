@@ -54,18 +54,8 @@ def calibrate(rows: Sequence[Row], dataset: str) -> float:
     return opt.crossing([row.sigma for row in rows], [row.batch for row in rows], wanted)
 
 
-def causes(case: Case) -> dict[str, Case]:
-    """Copies of `case` with one change each, by the change's name."""
-    return {
-        "no host time": replace(case, host="none"),
-        **knobs.varied(case),
-        "a sixth of the trace": replace(case, duration_s=case.duration_s / 6),
-        "requests always wait": replace(case, rate=2 * case.rate, duration_s=case.duration_s / 6),
-    }
-
-
 def measure(flags: BatchFlags, run: Run) -> Iterator[Changed]:
-    """Runs whose change is CALIBRATION, a name of `causes`, or empty for the figure's own."""
+    """Runs whose change is CALIBRATION, a cause, or empty for the figure's own."""
 
     def batches(cases: Sequence[tuple[str, Case]]) -> Iterator[Changed]:
         return changed(run, opt.run, cases, flags.jobs)
@@ -83,7 +73,14 @@ def measure(flags: BatchFlags, run: Run) -> Iterator[Changed]:
             oracle = replace(oracle, sigma=calibrate(tried, dataset))
         yield from batches([("", replace(oracle, policy=policy)) for policy in PAPER[dataset]])
         if flags.causes:
-            yield from batches(list(causes(replace(oracle, policy="vllm")).items()))
+            vllm, sixth = replace(oracle, policy="vllm"), oracle.duration_s / 6
+            causes = {
+                "no host time": replace(vllm, host="none"),
+                **knobs.varied(vllm),
+                "a sixth of the trace": replace(vllm, duration_s=sixth),
+                "requests always wait": replace(vllm, rate=2 * vllm.rate, duration_s=sixth),
+            }
+            yield from batches(list(causes.items()))
 
 
 def of_figure(rows: Sequence[Changed], dataset: str) -> dict[str, Changed]:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib import knobs
 from experiments.lib.typed_flags import flag
+from experiments.papers.drawing import panels
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.fig13_batched_requests import RATES
 from experiments.papers.vllm.opt import Case, Row
@@ -144,13 +145,10 @@ def holds(found: Mapping[str, float]) -> bool:
     return max(near) <= NEAR < min(far)
 
 
-def draw(flags: BlockFlags, figure: Figure, points: Sequence[Changed]) -> None:
-    for axes, dataset in zip(figure.subplots(1, len(RATES)), RATES):
-        mine = [p for p in points if p.dataset == dataset and not p.change]
+def draw(_: BlockFlags, figure: Figure, points: Sequence[Changed]) -> None:
+    for axes, mine in panels(figure, [p for p in points if not p.change], "dataset", "rate"):
         axes.bar([str(p.block_size) for p in mine], [p.latency_s for p in mine])
         axes.set(xlabel="block size, tokens", ylabel="normalised latency, s/token")
-        rate = getattr(flags, f"{dataset}_rate")
-        axes.set_title(f"{dataset}, {rate:g} requests/s", loc="left", fontsize="medium")
 
 
 STUDY = Study(

@@ -1,34 +1,34 @@
-"""The page managers beside which DiffKV's is timed hold its pages; no times."""
+"""The host code beside which DiffKV's page manager is timed holds its pages; no times."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.papers.diffkv.host_managers import Case, ThreadedManager, Twin, is_exact
+from experiments.papers.diffkv.host_managers import Case, ThreadedManager, is_exact, same_pages
+from paged.kv_cache.diffkv import page_manager
 
 
-def test_the_managers_of_the_host_agree_page_by_page():
+def test_the_host_agrees_page_by_page():
     rng, slots, heads, allocated, width = np.random.default_rng(0), 3, 5, 6, 9
-    twin = Twin(120, slots, heads)
-    threaded = ThreadedManager(120, slots, heads, width, threads=2)
-    high = rng.integers(0, 4, (slots, heads))
-    low = rng.integers(0, 3, (slots, heads))
-    twin.prompts(allocated, high, low)
-    threaded.prompts(allocated, high, low)
+    host = ThreadedManager(120, slots, heads, width, threads=2)
+    kept = np.stack([rng.integers(0, most, (slots, heads)) for most in (4, 3)], -1)
+    at = jnp.arange(slots, dtype=jnp.int32)
+    pages = page_manager.init(120, slots, heads, width)
+    pages = page_manager.allocate_prompts(pages, at, jnp.full(slots, allocated, jnp.int32))
+    pages = page_manager.plan_prompts(pages, at, jnp.asarray(kept, jnp.int32))
+    host.prompts(allocated, *np.moveaxis(kept, -1, 0))
+    assert same_pages(pages, host)
     for _ in range(3):
-        kind = rng.integers(0, 3, (slots, heads))
-        twin.grow(kind == 1, kind == 2)
-        threaded.grow(kind == 1, kind == 2)
-
-    def same() -> bool:
-        m = threaded
-        return twin.equals(m.free_list, m.start, m.free, m.tables, m.high, m.low)
-
-    assert same()
-    owned = [page for kind in (twin.high, twin.low) for slot in kind for h in slot for page in h]
-    assert sorted([*owned, *twin.free]) == list(range(120))
-    threaded.tables[1, 2, 0] += 1  # of high precision, unless it has none
-    threaded.free_list[threaded.start] += 1
-    assert not same()
+        needs = rng.integers(0, 3, (slots, heads))[..., None] == np.array([1, 2])
+        pages = page_manager.grow(pages, at, jnp.asarray(needs))
+        host.grow(*np.moveaxis(needs, -1, 0))
+    assert same_pages(pages, host)
+    assert host.high.any() and host.low.any()
+    for array in (host.free_list, host.tables, host.high):
+        before = array.copy()
+        array += 1
+        assert not same_pages(pages, host)
+        array[:] = before
 
 
 @pytest.mark.slow  # programs compile
