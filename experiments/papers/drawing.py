@@ -10,11 +10,14 @@ from matplotlib.figure import Figure
 
 
 def panels[R](figure: Figure, rows: Sequence[R], *fields: str) -> Iterator[tuple[Axes, list[R]]]:
-    """Axes side by side, and their rows: those with equal `fields`, which are the title."""
+    """Axes side by side, and their rows: those with equal `fields`, which are the title. A number
+    stands behind the name of its field."""
     keys = [tuple(getattr(row, field) for field in fields) for row in rows]
     places = dict.fromkeys(keys)
     for axes, place in zip(figure.subplots(1, len(places), squeeze=False)[0], places):
-        axes.set_title(", ".join(map(str, place)), loc="left", fontsize="medium")
+        named = zip(fields, place)
+        title = ", ".join(v if isinstance(v, str) else f"{field} {v:,g}" for field, v in named)
+        axes.set_title(title, loc="left", fontsize="medium")
         yield axes, [row for row, key in zip(rows, keys) if key == place]
 
 
