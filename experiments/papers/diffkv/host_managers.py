@@ -105,18 +105,16 @@ class ThreadedManager:
         return pages
 
 
-def _format(name: str):
-    return parse_format(name, HEADS["llama-3-8b"].D, "float16")
-
-
 class Case:
     """Sequences after compression. tokens: kept tokens [S, H, 2] in high and in low precision."""
 
     def __init__(self, sequences: int, seed: int):
         self.sequences, rng = sequences, np.random.default_rng(seed)
+        D = HEADS["llama-3-8b"].D
         # A page is as large as PAGE_SIZE tokens in K8V8.
-        words = PageFormat.holding(PAGE_SIZE, *_format("K8V8")).words
-        self.sizes = tuple(PageFormat(*_format(name), words).tokens for name in ("K8V4", "K4V2"))
+        words = PageFormat.holding(PAGE_SIZE, *parse_format("K8V8", D, "float16")).words
+        formats = (parse_format(name, D, "float16") for name in ("K8V4", "K4V2"))
+        self.sizes = tuple(PageFormat(*each, words).tokens for each in formats)
         self.allocated = -(-TOKENS // PAGE_SIZE) + 1
         self.width = -(-(TOKENS + MORE) // PAGE_SIZE) + 1
         self.num_pages = sequences * HEADS_8B * self.allocated * 9 // 8

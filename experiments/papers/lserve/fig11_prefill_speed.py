@@ -100,8 +100,8 @@ def values(rows: Sequence[Row]) -> Values:
             seconds = ms[model, stage, system, context] / (1e3 if stage == PREFILL else 1)
             numbers[f"{stage}_{unit}_{system}_{thousands(context)}"] = seconds
             if system == "quest":
-                over = ms[model, stage, "quest", context] / ms[model, stage, "lserve", context]
-                numbers[f"{stage}_over_quest_{thousands(context)}"] = over
+                ratio = ms[model, stage, "quest", context] / ms[model, stage, "lserve", context]
+                numbers[f"{stage}_over_quest_{thousands(context)}"] = ratio
     return numbers
 
 

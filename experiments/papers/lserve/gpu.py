@@ -153,7 +153,7 @@ class Clock:
 
 @functools.cache
 def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
-    system, options = SYSTEMS[name], dict(LSERVE | SYSTEMS[name].options)
+    system, options = SYSTEMS[name], {**LSERVE, **SYSTEMS[name].options}
     if system.streams:
         dense = round(model.num_kv_heads / 2)  # the other half of each layer's KV heads streams
         row = tuple(float(head < dense) for head in range(model.num_kv_heads))

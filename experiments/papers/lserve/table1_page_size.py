@@ -60,8 +60,8 @@ def measure(flags: PageFlags, _) -> Iterator[Row]:
     for context in sorted(set(flags.contexts)):
         for page in SPECS:
             shapes = Attention(HEADS["llama-3-8b"], BATCH, context, page_size=page, kv_bits=BITS)
-            name, spec = f"{context}, {page}", specs.decode(shapes)
-            measured = kernels.measured_us("quantised_paged_attention", name, spec)
+            name, call = f"{context}, {page}", specs.decode(shapes)
+            measured = kernels.measured_us("quantised_paged_attention", name, call)
             yield Row("", page, context, None, None, measured)
 
 

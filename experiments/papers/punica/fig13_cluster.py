@@ -120,7 +120,8 @@ def serve(flags: ClusterFlags, change: str) -> list[Row]:
     """The samples of a whole run. change: the changed constant of the clock (`knobs.CHANGES`);
     empty for no change."""
     model = checkpoint.load_config(MODEL)
-    cost = StepCost.declare(model, CONFIG, GPU, host=flags.host, **knobs.CHANGES.get(change, {}))
+    options: dict[str, Any] = {"host": flags.host} | knobs.CHANGES.get(change, {})
+    cost = StepCost.declare(model, CONFIG, GPU, **options)
     serving = simulated(
         model, CONFIG, cost, GPUS, rebalance_s=flags.rebalance_s, keep_outputs=False
     )

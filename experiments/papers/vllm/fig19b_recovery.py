@@ -98,7 +98,9 @@ def draw(_: RecoveryFlags, figure: Figure, rows: Sequence[Row]) -> None:
         (latency, "latency_s", "normalised latency (s/token)"),
         (preempted, "preemptions", "preemptions of the run"),
     ):
-        curves = {mode: [getattr(row, name) for row in found[mode].values()] for mode in MODES}
+        curves: dict[str, list[float]] = {
+            mode: [getattr(row, name) for row in found[mode].values()] for mode in MODES
+        }
         plots.over_block_sizes(axes, sizes, curves, label)
 
 
