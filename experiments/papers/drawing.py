@@ -1,8 +1,6 @@
-"""Lines by system, panel by panel, and bars side by side, as in many of the papers' figures."""
+"""Panels and bars side by side, as in many of the papers' figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,15 +17,6 @@ def panels[R](figure: Figure, rows: Sequence[R], *fields: str) -> Iterator[tuple
         title = ", ".join(v if isinstance(v, str) else f"{field} {v:,g}" for field, v in named)
         axes.set_title(title, loc="left", fontsize="medium")
         yield axes, [row for row, key in zip(rows, keys) if key == place]
-
-
-def lines(axes: Axes, rows: Sequence[Any], x: str, y: str, by: str, **labels: Any) -> None:
-    """Draws field `y` over field `x`, a line for each value of field `by`. labels: of the axes."""
-    for value in dict.fromkeys(map(attrgetter(by), rows)):
-        mine = [row for row in rows if getattr(row, by) == value]
-        xs, ys = ([getattr(row, field) for row in mine] for field in (x, y))
-        axes.plot(xs, ys, "o-", markersize=3, label=value)
-    axes.set(**labels)
 
 
 def grouped_bars(

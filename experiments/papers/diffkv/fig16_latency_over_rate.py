@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import report
+from experiments.lib import plots, report
 from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
-from experiments.papers.drawing import lines, panels
+from experiments.papers.drawing import panels
 from experiments.study import Run, Setting, Study, Values, jobs_flag
 
 MODELS = ("llama-3-8b", "qwen2.5-32b")
@@ -120,11 +120,9 @@ def holds(found) -> bool:
 
 
 def draw(_: RateFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    labels = {"xlabel": "requests a second", "ylabel": "ms a token"}
     for axes, mine in panels(figure, [row for row in rows if not row.knob], "model"):
-        lines(axes, mine, "rate", "ms_per_token", "system", **labels)
+        plots.lines(axes, mine, "rate", "ms_per_token", "system", "requests a second", "ms a token")
         axes.set(yscale="log")
-        axes.legend(frameon=False)
 
 
 STUDY = Study(

@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lib import plots
 from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.drawing import lines, panels
+from experiments.papers.drawing import panels
 from experiments.study import Values
 from models import checkpoint
 from models.config import ModelConfig
@@ -258,9 +259,8 @@ def draw(_: SimulatedFlags, figure: Figure, rows: Sequence[Row]) -> None:
     """Milliseconds over the context, a panel for each model and stage."""
     plain = [row for row in rows if not row.knob]
     for axes, mine in panels(figure, plain, "model", "stage"):
-        lines(axes, mine, "context", "ms", "system", xlabel="context", ylabel="ms")
+        plots.lines(axes, mine, "context", "ms", "system", "context", "ms")
         axes.set(xscale="log", yscale="log")
-    figure.axes[0].legend(frameon=False, fontsize="x-small")
 
 
 SETTING = (

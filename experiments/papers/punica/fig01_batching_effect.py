@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import knobs
+from experiments.lib import knobs, plots
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.drawing import lines, panels
+from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
 from models import checkpoint
 from paged.config import EngineConfig
@@ -92,9 +92,8 @@ def values(_: BatchFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: BatchFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    labels = {"xlabel": "batch (sequences)", "ylabel": "latency of a step (ms)"}
     for axes, mine in panels(figure, [row for row in rows if not row.change], "stage"):
-        lines(axes, mine, "batch", "ms", "length", **labels)
+        plots.lines(axes, mine, "batch", "ms", "length", "batch (sequences)", "ms of a step")
         axes.set_ylim(0)
         axes.legend(frameon=False, fontsize="small", title="tokens")
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import knobs
+from experiments.lib import knobs, plots
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.drawing import lines, panels
+from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
 from models import checkpoint
 from paged.config import EngineConfig
@@ -117,11 +117,9 @@ def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: LayerFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    labels = {"xlabel": "batch (sequences)", "ylabel": "latency of a layer (µs)"}
     for axes, mine in panels(figure, [row for row in rows if not row.change], "model", "length"):
-        lines(axes, mine, "batch", "us", "popularity", **labels)
+        plots.lines(axes, mine, "batch", "us", "popularity", "batch (sequences)", "µs of a layer")
         axes.set_ylim(0)
-    figure.axes[0].legend(frameon=False, fontsize="small")
 
 
 STUDY = Study(
