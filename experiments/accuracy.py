@@ -279,24 +279,25 @@ def draw_measures(
 ) -> None:
     """All MEASURES side by side, over x. lines: label -> {x: row}."""
     for axes, measure in zip(figure.subplots(1, len(MEASURES)), MEASURES):
-        _draw_lines(axes, lines, measure)
+        for name, points in lines.items():
+            draw_line(axes, list(points), list(points.values()), measure, label=name)
         axes.set_xscale("log", base=2)
         axes.set(xlabel=xlabel)
     figure.axes[0].legend(title=legend)
 
 
-def _draw_lines(axes: Axes, lines: Mapping[str, Mapping[int, Row]], measure: str) -> None:
-    """One measure of `Row` over x with its interval, a line for each label."""
+def draw_line(
+    axes: Axes, x: Sequence[float], rows: Sequence[Row], measure: str, reference: str = "dense",
+    **style: Any,
+) -> None:  # fmt: skip
+    """The rows' `measure`, of MEASURES, over x with its interval. reference: the first system."""
     low, high, label = MEASURES[measure]
-    for name, points in lines.items():
-        values = np.array([
-            [x, *(getattr(row, each) for each in (measure, low, high))]
-            for x, row in points.items()
-        ])  # fmt: skip
-        x, middle = values[:, 0], values[:, 1]
-        errors = np.abs(values[:, 2:].T - middle)
-        axes.errorbar(x, middle, errors, label=name, marker="o", capsize=3, markersize=4)
-    axes.set(ylabel=label)
+    lower, middle, upper = (
+        np.array([getattr(row, name) for row in rows]) for name in (low, measure, high)
+    )
+    errors = np.abs([lower - middle, upper - middle])
+    axes.errorbar(x, middle, errors, marker="o", markersize=4, capsize=3, **style)
+    axes.set(ylabel=label.replace("dense", reference))
 
 
 def study[F: AccuracyFlags](

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.answers import ALL
+from experiments.papers.drawing import grouped_bars
 from experiments.study import Setting, Study, Values
 
 NEEDS = "the paper's model, a GPU that holds it, and the benchmark's problems"
@@ -31,18 +32,17 @@ def scores(rows: Sequence[Row]) -> Values:
     first = rows[0].system if rows else ""
     for system in dict.fromkeys(row.system for row in rows):
         mine = [r for r in rows if r.system == system and r.reference == first and r.task != ALL]
-        contexts = sorted({row.context for row in mine})
-        by_task: dict[str, list[float]] = {}
+        contexts, by_task = {row.context for row in mine}, dict[str, list[float]]()
         for row in mine:
             by_task.setdefault(row.task, []).append(row.score)
             if len(contexts) > 1:
                 numbers[key(system, f"{row.task}_{row.context}")] = row.score
         means = {task: float(np.mean(found)) for task, found in by_task.items()}
-        numbers |= {key(system, task): score for task, score in means.items()}
-        for context in contexts if len(contexts) > 1 else ():
+        for context in sorted(contexts) if len(contexts) > 1 else ():
             at = [row.score for row in mine if row.context == context]
-            numbers[key(system, f"average_{context}")] = float(np.mean(at))
-        numbers[key(system, "average")] = float(np.mean(list(means.values())))
+            means[f"average_{context}"] = float(np.mean(at))
+        means["average"] = float(np.mean([means[task] for task in by_task]))
+        numbers |= {key(system, name): mean for name, mean in means.items()}
         held = [row.kv_memory_fraction for row in mine if row.kv_memory_fraction is not None]
         if held:
             numbers[key(system, "memory")] = float(np.mean(held))
@@ -50,17 +50,13 @@ def scores(rows: Sequence[Row]) -> Values:
 
 
 def draw(_: AccuracyFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Scores by task, a bar for each system."""
-    numbers, axes = scores(rows), figure.subplots()
-    systems = list(dict.fromkeys(row.system for row in rows))
+    numbers = scores(rows)
     tasks = [*dict.fromkeys(row.task for row in rows if row.task != ALL), "average"]
-    for i, system in enumerate(systems):
-        at = np.arange(len(tasks)) + 0.8 * (i + 0.5) / len(systems) - 0.4
-        heights = [numbers.get(key(system, task)) or 0.0 for task in tasks]
-        axes.bar(at, heights, 0.76 / len(systems), label=system)
-    axes.set_xticks(range(len(tasks)), tasks, rotation=20)
-    axes.set(ylabel="score (%)")
-    axes.legend(frameon=False, fontsize="small")
+    groups = {
+        system: [numbers.get(key(system, task)) or 0.0 for task in tasks]
+        for system in dict.fromkeys(row.system for row in rows)
+    }
+    grouped_bars(figure.subplots(), tasks, groups, "score (%)", rotation=20)
 
 
 def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -29,20 +29,18 @@ class Compiled:
 
     reaches: least and most share of a hardware limit at which the loop over tiles runs.
     of: the hardware limit, such as "bandwidth".
-    us: microseconds of the whole call, least and most; None if not predicted.
+    us: microseconds of the whole call, least and most.
     """
 
     target: str
-    op: str
-    spec: str
     launches: int
-    reaches: tuple[float, float] | None
+    reaches: tuple[float, float]
     of: str
-    us: tuple[float, float] | None
+    us: tuple[float, float]
 
     def call_us(self, cost: Cost) -> tuple[float, float]:
         """Least and most microseconds of a call of this kernel that moves `cost.bytes` bytes."""
-        assert self.reaches and self.of == "bandwidth"
+        assert self.of == "bandwidth"
         rate, starts = TARGETS[self.target].memory_bandwidth, self.launches * LAUNCH_S
         least, most = (1e6 * (cost.bytes / (s * rate) + starts) for s in reversed(self.reaches))
         return least, most
@@ -67,27 +65,23 @@ def _tables(target: str) -> list[list[dict[str, str]]]:
     return found
 
 
-def _range(text: str, scale: float = 1.0) -> tuple[float, float] | None:
-    least, dash, most = text.removesuffix("%").partition("-")
-    return (float(least) * scale, float(most) * scale) if dash and most else None
+def _range(text: str, scale: float = 1.0) -> tuple[float, float]:
+    least, most = text.removesuffix("%").split("-")
+    return float(least) * scale, float(most) * scale
 
 
-def compiled(target: str, op: str, spec: str, kernel: str = "") -> Compiled:
+def compiled(target: str, op: str, spec: str, kernel: str) -> Compiled:
     """A call's entry in the committed tables. Raises KeyError for a call that the tables lack.
 
-    kernel: the kernel whose loop is returned; empty to return the launches only.
+    kernel: the kernel whose loop over tiles is meant.
     """
     calls, loops = _tables(target)[:2]
     call = [row for row in calls if (row["op"], row["spec"]) == (op, spec)]
-    loop = [row for row in loops if kernel and (row["spec"], row["kernel"]) == (spec, kernel)]
-    if not call or (kernel and not loop):
+    loop = [row for row in loops if (row["spec"], row["kernel"]) == (spec, kernel)]
+    if not call or not loop:
         raise KeyError(f"{newest(target).name} has no {op} {spec} {kernel}")
-    if not loop:
-        return Compiled(target, op, spec, int(call[0]["launches"]), None, "", None)
-    reaches, of = loop[0]["reaches"].split(" of ")
-    return Compiled(
-        target, op, spec, int(call[0]["launches"]), _range(reaches, 0.01), of, _range(loop[0]["us"])
-    )
+    launches, (reaches, of) = int(call[0]["launches"]), loop[0]["reaches"].split(" of ")
+    return Compiled(target, launches, _range(reaches, 0.01), of, _range(loop[0]["us"]))
 
 
 def has_gpu() -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from experiments.lib import run_record
 from experiments.lib.typed_flags import Flags
@@ -26,6 +26,7 @@ class Mechanism:
     """facts: pairs of counts by name. The first is measured in the run; the second is shown in the
     paper's figure or required by the rule."""
 
+    title: str
     facts: Mapping[str, tuple[float, float]]
     draw: Callable[[FigureBase], None]
 
@@ -45,25 +46,34 @@ def box(axes: Axes, x: float, y: float, text: str, shade: str, width: float) -> 
     axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize="small")
 
 
-def study(
-    file: str, paper: str, mechanisms: Mapping[str, Callable[[], Mechanism]],
-    titles: Mapping[str, str], *, claim: str, here: str, size: tuple[float, float],
-    columns: int = 2, minutes: tuple[float, float] = (0.5, 0.5),
-) -> Study[Flags, Row]:  # fmt: skip
-    """The study of a paper's mechanisms.
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], style="->") -> None:
+    axes.annotate("", end, start, arrowprops={"arrowstyle": style})
 
-    mechanisms: mechanisms by figure, such as fig05.
-    titles: titles by figure, with the name of a notebook that explains the figure, if any.
-    """
-    made = functools.cache(lambda name: mechanisms[name]())
+
+def tile(
+    axes: Axes, x: float, y: float, shade: str, text: str = "", *, width: float = 0.9,
+    height: float = 0.8, size: str = "x-small",
+) -> None:  # fmt: skip
+    """Draws a page, block or token as a rectangle, with its number."""
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=shade))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color="white",
+              fontsize=size)  # fmt: skip
+
+
+def study(
+    file: str, paper: str, *mechanisms: Callable[[], Mechanism], claim: str, here: str,
+    size: tuple[float, float],
+) -> Study[Flags, Row]:  # fmt: skip
+    """The study of a paper's mechanisms. mechanisms: functions named after figures, as fig05."""
+    made = functools.cache(lambda: {make.__name__: make() for make in mechanisms})
 
     def measure(_: Flags, run: Run) -> Iterator[Row]:
-        for name in mechanisms:
+        for name, mechanism in made().items():
             picture = run_record.new_figure(8, 3.6)
-            made(name).draw(picture)
-            picture.suptitle(titles[name], fontsize="medium")
+            mechanism.draw(picture)
+            picture.suptitle(mechanism.title, fontsize="medium")
             run_record.save_figure(picture, run.folder / f"{name}.png", dpi=130)
-            for fact, (value, shows) in made(name).facts.items():
+            for fact, (value, shows) in mechanism.facts.items():
                 yield Row(name, fact, float(value), float(shows))
 
     def values(_: Flags, rows: Sequence[Row]) -> Values:
@@ -72,15 +82,14 @@ def study(
         return {"figures": len({row.figure for row in rows}), "facts_wrong": wrong, **counted}
 
     def draw(_: Flags, figure: Figure, rows: Sequence[Row]) -> None:
-        shape = -(-len(mechanisms) // columns), columns
-        panels = figure.subfigures(*shape, squeeze=False).flat
-        for panel, name in zip(panels, mechanisms, strict=False):
-            made(name).draw(panel)
-            panel.suptitle(titles[name], fontsize="medium", x=0.02, ha="left")
+        panels = figure.subfigures(-(-len(mechanisms) // 2), 2, squeeze=False).flat
+        for panel, mechanism in zip(panels, made().values(), strict=False):
+            mechanism.draw(panel)
+            panel.suptitle(mechanism.title, fontsize="medium", x=0.02, ha="left")
 
     return Study(
         file, title=f"How it works, from runs ({paper})", kind="counted", claim=claim,
         rule="every count is that of the figure", holds=lambda v: v["facts_wrong"] == 0,
         setting=Setting(here, "the paper's figures are drawings", "paper"), flags=Flags,
-        measure=measure, values=values, draw=draw, minutes=minutes, size=size,
+        measure=measure, values=values, draw=draw, minutes=(0.5, 0.5), size=size,
     )  # fmt: skip

@@ -37,18 +37,6 @@ def at_no_more_memory(whole: Mapping[str, Row], names: Sequence[str], memory: fl
     return max(fitting, key=fitting.__getitem__) if fitting else None
 
 
-def draw_family(axes: Axes, rows: Sequence[Row], measure: str, **style) -> None:
-    """Draws the field `measure` of the rows over memory, with its interval."""
-    low, high, label = accuracy.MEASURES[measure]
-    lower, middle, upper = (
-        np.array([getattr(row, name) for row in rows]) for name in (low, measure, high)
-    )
-    errors = np.abs(np.stack([lower, upper]) - middle)
-    x = np.array([row.kv_memory_fraction for row in rows], float)
-    axes.errorbar(x, middle, errors, marker="o", markersize=4, capsize=2, **style)
-    axes.set(xlabel="KV memory, of 16-bit pages", ylabel=label.replace("dense", REFERENCE))
-
-
 def draw_families(
     points: Axes, divergence: Axes, found: Mapping[str, Row],
     families: Mapping[str, Sequence[str]], apart: Sequence[str] = ("uniform",),
@@ -63,8 +51,10 @@ def draw_families(
         if not here:
             continue
         style = "none" if family in apart else "-"
+        x = [row.kv_memory_fraction or np.nan for row in here]
         for axes, measure in ((points, "difference"), (divergence, "divergence")):
-            draw_family(axes, here, measure, label=family, linestyle=style)
+            accuracy.draw_line(axes, x, here, measure, REFERENCE, label=family, linestyle=style)
+            axes.set(xlabel="KV memory, of 16-bit pages")
             for row in here if family == "uniform" else ():
                 at = row.kv_memory_fraction, getattr(row, measure)
                 axes.annotate(row.system, at, (3, 3), textcoords="offset points", fontsize=6)

@@ -2,27 +2,49 @@
 
     python -m experiments.papers.diffkv.equal_bytes --model=judge
 
-Systems are the flag files in configs/ (`flag_files.SYSTEMS`). Bytes held are the bytes of running
+Systems are the flag files in configs/ (SYSTEMS). Bytes held are the bytes of running
 sequences. Bytes read are the bytes that attention and page selection of a generated token read, by
 each policy's layout. Both are shares of 16-bit dense pages. Page selection over mixed precision is
 compared with the two policies that it combines, DiffKV and LServe.
 """
 
+import ast
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
+from experiments.lib.shipped import ROOT
 from experiments.lib.typed_flags import flag
-from experiments.papers.flag_files import SYSTEMS, VLLM, config_of
 from experiments.study import Values
+from models import checkpoint
+from models.hub import find
+from paged.config import EngineConfig
+from paged.kv_cache import policy_of
 
 TASKS = ("needle", "multikey", "values", "chain", "cot", "cot_32")
 SELECTED, PARENTS = "diffkv_selected", ("diffkv", "lserve")
 SLACK = 2.0  # points that the combination may lose to DiffKV or LServe
+VLLM = "vllm"
+# Flag files and flags of each system. Gate files are read from the folder of --model.
+SYSTEMS: dict[str, tuple[str, ...]] = {
+    VLLM: ("--kv_dtype=float16", "--page_size=16"),
+    "lserve": ("lserve", "--lserve_gates=duo_gates.json", "--kv_dtype=float16"),
+    "quest": ("quest", "--lserve_budget=1024", "--kv_dtype=float16"),
+    "duo_attention": ("duo_attention", "--lserve_gates=duo_gates.json", "--kv_dtype=float16"),
+    "diffkv": ("diffkv",),
+    "diffkv_streaming": ("diffkv", "diffkv_streaming"),
+    "diffkv_selected": ("diffkv", "diffkv_selected"),
+    "diffkv_streaming_selected": ("diffkv", "diffkv_streaming", "diffkv_selected"),
+}
+SYSTEMS |= {n: ("diffkv", n) for n in ("kv_int8", "kv_int4", "h2o", "snapkv", "kivi", "qaq")}
+# Flags of the files that follow from the study's own.
+_OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
 
 
 @dataclass(frozen=True)
@@ -30,7 +52,43 @@ class BytesFlags(AccuracyFlags):
     tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
     contexts: tuple[int, ...] = flag((1024, 2048, 4096), "prompt and answer, in tokens")
     num_prompts: int = flag(100, "of each task and context", least=1)
-    systems: tuple[str, ...] = flag(tuple(SYSTEMS), "of flag_files.SYSTEMS, after vllm")
+    systems: tuple[str, ...] = flag(tuple(SYSTEMS), "of SYSTEMS in equal_bytes.py, after vllm")
+
+
+def config_of(flags: AccuracyFlags, name: str) -> EngineConfig:
+    """A system of SYSTEMS: its policy, policy options and page size. Prompts are prefilled whole.
+    Raises ValueError for an unknown name, and for gates that the model lacks."""
+    if name not in SYSTEMS:
+        raise ValueError(f"systems are of {', '.join(SYSTEMS)}, not {name!r}")
+    given = accuracy.whole_prompts(flags)
+    given |= {key: value for key, value in _given(name).items() if key not in _OF_SIZE}
+    policy = policy_of(given.get("policy", VLLM))
+    weights_hash = functools.partial(checkpoint.weights_hash, flags.model)
+    options: dict[str, Any] = {}
+    for field in fields(policy.options):
+        value = given.pop(f"{given.get('policy', VLLM)}_{field.name}", None)
+        if value is not None and (read := field.metadata.get("read")):
+            value = read(str(find(flags.model) / value.rpartition("/")[2]), weights_hash)
+        if value is not None:
+            options[field.name] = value
+    return accuracy.config_of(flags, **given, policy_options=options)
+
+
+def _given(name: str) -> dict[str, Any]:
+    """The flags of a system by name. Later flags replace earlier flags of the same name."""
+    lines: list[str] = []
+    for each in SYSTEMS[name]:
+        is_file = not each.startswith("--")
+        text = (ROOT / f"configs/{each}.flags").read_text("utf-8") if is_file else each
+        lines += [line for line in text.splitlines() if line.startswith("--")]
+    return {key: _value(text) for key, _, text in (line[2:].partition("=") for line in lines)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def make_systems(flags: BytesFlags) -> accuracy.Systems:

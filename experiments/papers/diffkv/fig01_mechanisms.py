@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import FigureBase
-from matplotlib.patches import Rectangle
 
 from experiments.papers import mechanisms
 from experiments.papers.diffkv.systems import PAGE_SIZE
-from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, box
+from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, arrow, box, tile
 from models import checkpoint
 from paged.config import EngineConfig
 from paged.kv_cache.diffkv import page_manager
@@ -92,9 +91,7 @@ def fig01() -> Mechanism:
                     if not width:
                         continue
                     shade = GREY if level == 3 else SHADES[level]
-                    axes.add_patch(Rectangle((x, -i), width * 0.95, 0.7, facecolor=shade))
-                    axes.text(x + width / 2, -i + 0.35, str(token + 1), ha="center", va="center",
-                              fontsize="x-small", color="white")  # fmt: skip
+                    tile(axes, x, -i, shade, str(token + 1), width=0.95 * width, height=0.7)
                     x += width
                 axes.text(-0.15, -i + 0.35, f"R{request + 1}, head {head + 1}", ha="right",
                           va="center", fontsize="x-small")  # fmt: skip
@@ -103,6 +100,7 @@ def fig01() -> Mechanism:
             axes.set_axis_off()
 
     return Mechanism(
+        "Fig. 1: what two heads of two requests keep",
         {
             "tokens_classified_otherwise": ((ours != expected).sum(), 0),
             "heads_that_keep_alike": (
@@ -145,19 +143,15 @@ def fig06() -> Mechanism:
         for axes, (title, pages) in zip(figure.subplots(1, 3), shots.items()):
             for head, mine in enumerate(held_ids(pages)):
                 for column in range(pages.tables.shape[2]):
-                    axes.add_patch(Rectangle((column, -head), 0.9, 0.8, facecolor=FREE))
+                    tile(axes, column, -head, FREE)
                 for column, page, level in mine:
-                    shade = SHADES[HIGH if level == 0 else LOW]
-                    axes.add_patch(Rectangle((column, -head), 0.9, 0.8, facecolor=shade))
-                    axes.text(column + 0.45, -head + 0.4, str(page), ha="center", va="center",
-                              fontsize="x-small", color="white")  # fmt: skip
+                    tile(axes, column, -head, SHADES[LOW if level else HIGH], str(page))
                 axes.text(-0.2, -head + 0.4, f"head {head + 1}", ha="right", va="center",
                           fontsize="x-small")  # fmt: skip
             listed, first = free_ids(pages), int(pages.start[0])
             free = {(first + i) % pages_in_all for i in range(len(listed))}
             for place in range(pages_in_all):
-                shade = COLOURS[4] if place in free else FREE
-                axes.add_patch(Rectangle((place / 3, -5.2), 0.29, 0.8, facecolor=shade))
+                tile(axes, place / 3, -5.2, COLOURS[4] if place in free else FREE, width=0.29)
             axes.text(4, -5.7, f"circular list: {len(listed)} pages free", ha="center",
                       fontsize="x-small")  # fmt: skip
             axes.set(xlim=(-0.2, 8.2), ylim=(-6, 1.2))
@@ -167,6 +161,7 @@ def fig06() -> Mechanism:
     mine = [page for head in held_ids(planned) for _, page, _ in head]
     everything = sorted(mine + free_ids(planned))
     return Mechanism(
+        "Fig. 6: pages of a prompt",
         {
             "pages_at_worst": (pages_in_all - len(free_ids(allocated)), heads * worst),
             "pages_kept": (len(mine), int(kept.sum())),
@@ -194,12 +189,13 @@ def fig07() -> Mechanism:
             x = 7 * worker
             box(axes, x, 1.7, f"Worker {worker}: memory manager of {heads} heads", COLOURS[1], 6)
             box(axes, x, 0.2, "compressor and attention over unified pages", COLOURS[2], 6)
-            axes.annotate("", (x + 3, 2.9), (6.5, 3.3), arrowprops={"arrowstyle": "<->"})
+            arrow(axes, (6.5, 3.3), (x + 3, 2.9), "<->")
         axes.text(6.5, -0.25, f"unified pages: {names}", ha="center", fontsize="x-small")
         axes.set(xlim=(-0.4, 13.4), ylim=(-0.4, 4.7))
         axes.set_axis_off()
 
     return Mechanism(
+        "Fig. 7: workers and their memory managers",
         {
             "heads_of_all_workers": (workers * heads, model.num_layers * model.num_kv_heads),
             "precisions": (layout.levels, 2),
@@ -208,7 +204,7 @@ def fig07() -> Mechanism:
     )  # fmt: skip
 
 
-def algorithm_1(candidate: float, high: float, low: float, N: int) -> tuple[int, ...]:
+def as_printed(candidate: float, high: float, low: float, N: int) -> tuple[int, ...]:
     """Algorithm 1 as printed. Returns three decisions:
 
     the level of the candidate;
@@ -226,7 +222,7 @@ def algorithm_1(candidate: float, high: float, low: float, N: int) -> tuple[int,
 
 
 def decided(candidate: np.ndarray, high: np.ndarray, low: np.ndarray, N: int) -> np.ndarray:
-    """The policy's decisions [cases, 3], in the order of `algorithm_1`."""
+    """The policy's decisions [cases, 3], in the order of `as_printed`."""
     means = jnp.asarray(np.stack([candidate, high, low], -1), jnp.float32)
     found = Found(jnp.zeros(means.shape, jnp.int32).at[:, 0].set(7), means)
     decision = Rules().decide(found, jnp.float32(N - 1), jnp.asarray(ALPHA, jnp.float32))
@@ -238,13 +234,13 @@ def decided(candidate: np.ndarray, high: np.ndarray, low: np.ndarray, N: int) ->
     return np.stack([where, victim, replaces[:, 1]], -1)
 
 
-def algorithm() -> Mechanism:
+def algorithm1() -> Mechanism:
     """Algorithm 1: the policy's decisions beside the printed ones, over random cases."""
     rng, N = np.random.default_rng(0), 100
     candidate, high, low = 10 ** rng.uniform(-5.5, -0.5, (3, CASES))
     low[::7], high[::11] = NOBODY, NOBODY  # no such token
     ours = decided(candidate, high, low, N)
-    theirs = np.array([algorithm_1(*case, N) for case in zip(candidate, high, low)])
+    theirs = np.array([as_printed(*case, N) for case in zip(candidate, high, low)])
     outcomes: dict[str, tuple[Sequence[int], str]] = {
         "kept in high precision": ((HIGH, HIGH), SHADES[HIGH]),
         "kept; another one moves down": ((HIGH, LOW), "#6fa0c8"),
@@ -266,6 +262,7 @@ def algorithm() -> Mechanism:
         axes.legend(frameon=False, fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
 
     return Mechanism(
+        "Algorithm 1: a new token, 4,096 cases (lines: α/N)",
         {
             "cases": (len(ours), CASES),
             "decisions_unlike_the_papers": ((ours != theirs).any(1).sum(), 0),
@@ -275,16 +272,9 @@ def algorithm() -> Mechanism:
     )  # fmt: skip
 
 
-TITLES = {
-    "fig01": "Fig. 1: what two heads of two requests keep",
-    "fig06": "Fig. 6: pages of a prompt",
-    "fig07": "Fig. 7: workers and their memory managers",
-    "algorithm1": "Algorithm 1: a new token, 4,096 cases (lines: α/N)",
-}
-
 STUDY = mechanisms.study(
     __file__, "DiffKV Figs. 1, 6, 7, Algorithm 1",
-    dict(zip(TITLES, (fig01, fig06, fig07, algorithm), strict=True)), TITLES,
+    fig01, fig06, fig07, algorithm1,
     claim="tokens are kept, moved down and dropped, and pages handed out, as the figures show",
     here="tokens of given significance, by the policy's rules and the device's page manager",
     size=(15, 8),

@@ -3,15 +3,13 @@ Figs. 2 to 5).
 
 python -m experiments.papers.diffkv.fig02_distributions
 
-Three quantities are measured over whole prompts of each task, by layer and KV head:
+Three quantities are measured over whole prompts of each task, by layer and KV head. The number of
+critical tokens differs between layers, heads and prompts.
 
     significance     mean probability with which later tokens attend to a token, the largest of the
                      KV head's query heads
     norm             norm of the token's value
     critical tokens  number of tokens that hold 95 % of a prompt's significance
-
-Claims: significance spans far more orders of magnitude than norms (paper: seven against two), and
-the number of critical tokens differs between layers, heads and prompts.
 """
 
 import functools
@@ -115,7 +113,6 @@ def over_prompts(params, config: ModelConfig, tokenizer, prompts) -> list[Prompt
 
 
 def rows_of(task: str, found: Sequence[Prompt]) -> Iterator[Row]:
-    """A row for each layer and KV head."""
     critical = np.stack([prompt.critical() for prompt in found])
     for layer, head in np.ndindex(critical.shape[1:]):
         counts, percentiles = critical[:, layer, head], []
@@ -233,7 +230,6 @@ def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title
 
 
 def table(flags: PromptFlags, rows: Sequence[Row]) -> str:
-    """The number of critical tokens by task: mean, least and most over the heads."""
     lines = [f"{'tokens with 95 %':18}{'mean':>8}{'least':>8}{'most':>8}"]
     for task in flags.tasks:
         means = [row.critical_mean for row in rows if row.task == task]

@@ -2,14 +2,14 @@
 
 python -m experiments.papers.diffkv.fig10_thresholds
 
-The bundled model answers the same prompts with all keys and values in 16 bits, and with DiffKV at
-each of --alphas_h and --alphas_l. The prompts have a seed that no study uses, and tasks in which a
-single lost token makes an answer wrong. The paper uses MATH's training split.
+A model answers the same prompts with all keys and values in 16 bits, and with DiffKV at each of
+--alphas_h and --alphas_l. The prompts have a seed that no study uses, and tasks in which a single
+lost token makes an answer wrong.
 
 As in the paper, alpha_h is chosen first: the value with the most right answers at alpha_l = 0,
 where no token is dropped. Then alpha_l is the value with the most right answers at this alpha_h.
-Ties are broken by the least memory. The paper's values are alpha_h = 1 or 3, and alpha_l = 0, 0.02
-or 0.04. The study also writes thresholds.json, for --diffkv_thresholds with these weights only.
+Ties are broken by the least memory. The study also writes thresholds.json, for
+--diffkv_thresholds with these weights only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +104,6 @@ def values(flags: ThresholdFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(flags: ThresholdFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Right answers, log-probability and memory by alpha_h and alpha_l."""
     cells, whole = flags.grid, accuracy.pooled(rows)
     measures = {
         "score": ("right answers (%)", "{:.1f}"),

@@ -48,7 +48,7 @@ class Row:
     kernels, bytes: kernels of the phase's program, and bytes that they move.
     predicted_ms: predicted time on an L40.
     device_ms, host_ms: measured times; None without a GPU.
-    exact: whether the pages of the device and of the host code equal the reference.
+    exact: whether device and host code hold the same pages.
     """
 
     phase: str

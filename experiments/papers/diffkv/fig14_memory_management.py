@@ -28,6 +28,7 @@ from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, SimulatedFlags
+from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
 from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.layout import Layout
@@ -174,15 +175,14 @@ def values(flags: ManagementFlags, rows: Sequence[Row]) -> Values:
     return numbers
 
 
-def draw(flags: ManagementFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    for axes, phase in zip(figure.subplots(1, 2, sharey=True), (PROMPTS, GENERATION)):
-        mine = [row for row in rows if row.phase == phase and not row.knob]
+def draw(_: ManagementFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    for axes, mine in panels(figure, [row for row in rows if not row.knob], "phase"):
         bottom, labels = np.zeros(len(mine)), [f"{row.model}\n{row.batch}" for row in mine]
         for part in PARTS:
             heights = np.array([getattr(row, f"{part}_share") for row in mine])
             axes.bar(labels, heights, bottom=bottom, label=part)
             bottom += heights
-        axes.set(title=phase, ylabel="share of the step")
+        axes.set(ylabel="share of the step")
         axes.tick_params(axis="x", labelsize="x-small")
     figure.axes[0].legend(frameon=False, fontsize="small")
 

@@ -25,6 +25,7 @@ from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
+from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
 
 BY_QUERY_HEAD = "vllm by query head"
@@ -120,12 +121,9 @@ def values(flags: BatchFlags, rows: Sequence[Row]) -> Values:
     return numbers
 
 
-def draw(flags: BatchFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    panels = figure.subplots(1, len(flags.models), squeeze=False)[0]
-    for axes, model in zip(panels, flags.models):
-        mine = [row for row in rows if row.model == model and not row.knob]
+def draw(_: BatchFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    for axes, mine in panels(figure, [row for row in rows if not row.knob], "model"):
         plots.lines(axes, mine, "tokens", "seconds", "system", "tokens of a sequence", "s")
-        axes.set(title=model)
 
 
 STUDY = Study(

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import report
+from experiments.lib import plots, report
 from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, VLLM, SimulatedFlags
+from experiments.papers.drawing import panels
 from experiments.study import Run, Setting, Study, Values, jobs_flag
 
 MODELS = ("llama-3-8b", "qwen2.5-32b")
@@ -37,21 +38,11 @@ class RateFlags(SimulatedFlags):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A simulated run. load: rate over `capacity`. knob: changed constant, a name of
-    `knobs.FACTORS`."""
+class Case(gpu.Case):
+    """load: rate over `capacity`. knob: changed constant, a name of `knobs.FACTORS`."""
 
-    model: str
-    system: str
     load: float
     knob: str
-    gpu: str
-    host: str
-    attention_knob: float
-    host_knob: float
-    recorded: str
-    seed: int
-    output: int
     requests: int
 
 
@@ -77,11 +68,7 @@ def capacity(server: gpu.Server, flags: SimulatedFlags) -> float:
 
 
 def simulate(case: Case) -> Row:
-    server = gpu.server_of(case.model, case.output)
-    flags = SimulatedFlags(
-        gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
-        recorded=case.recorded, seed=case.seed,
-    )  # fmt: skip
+    server, flags = case.server, case.flags
     rate = case.load * capacity(server, flags)  # capacity with unchanged constants
     most = server.most if case.system == DIFFKV else 256
     config = gpu.config_of(case.system, server, case.gpu, most)
@@ -104,8 +91,8 @@ def cases(flags: RateFlags) -> Iterator[Case]:
             for knob in FACTORS if load == middle else ("",):
                 for system in SYSTEMS:
                     yield Case(
-                        model, system, load, knob, flags.gpu, flags.host, flags.attention_knob,
-                        flags.host_knob, flags.recorded, flags.seed, flags.most_output,
+                        model, system, flags.gpu, flags.host, flags.attention_knob,
+                        flags.host_knob, flags.recorded, flags.seed, flags.most_output, load, knob,
                         flags.requests,
                     )  # fmt: skip
 
@@ -132,14 +119,10 @@ def holds(found) -> bool:
     return all(found[f"latency_over_vllm_{m}_{load:g}"] < 1 for m in MODELS for load in LOADS)
 
 
-def draw(flags: RateFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    panels = figure.subplots(1, len(flags.models), squeeze=False)[0]
-    for axes, model in zip(panels, flags.models):
-        for system in SYSTEMS:
-            mine = [r for r in rows if (r.model, r.system, r.knob) == (model, system, "")]
-            axes.plot([r.rate for r in mine], [r.ms_per_token for r in mine], "o-", label=system)
-        axes.set(title=model, xlabel="requests a second", ylabel="ms a token", yscale="log")
-        axes.legend(frameon=False)
+def draw(_: RateFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    for axes, mine in panels(figure, [row for row in rows if not row.knob], "model"):
+        plots.lines(axes, mine, "rate", "ms_per_token", "system", "requests a second", "ms a token")
+        axes.set(yscale="log")
 
 
 STUDY = Study(

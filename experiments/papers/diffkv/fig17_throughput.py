@@ -27,6 +27,7 @@ from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import gpu
 from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, SYSTEMS, VLLM, SimulatedFlags
+from experiments.papers.drawing import grouped_bars
 from experiments.study import Run, Setting, Study, Values, jobs_flag
 from paged.kv_cache.work import kv_bytes_of_token
 
@@ -44,16 +45,7 @@ class ThroughputFlags(SimulatedFlags):
 
 
 @dataclass(frozen=True)
-class Case:
-    model: str
-    system: str
-    gpu: str
-    host: str
-    attention_knob: float
-    host_knob: float
-    recorded: str
-    seed: int
-    output: int
+class Case(gpu.Case):
     batches: int
 
 
@@ -77,17 +69,13 @@ class Row(Case):
 
 
 def simulate(case: Case) -> Row:
-    server = gpu.server_of(case.model, case.output)
-    flags = SimulatedFlags(
-        gpu=case.gpu, host=case.host, attention_knob=case.attention_knob, host_knob=case.host_knob,
-        recorded=case.recorded, seed=case.seed,
-    )  # fmt: skip
+    server = case.server
     # `most`: number of sequences of half the limit that fit, if each takes a twelfth of its 16-bit
     # memory.
     fit = server.kv_tokens(case.gpu) / (server.limit / 2 + gpu.PROMPTS[1])
     most = server.most if case.system == DIFFKV else min(256, max(8, int(12 * fit)))
     config = gpu.config_of(case.system, server, case.gpu, most)
-    engine = gpu.engine_of(flags, server, config)
+    engine = gpu.engine_of(case.flags, server, config)
     share = {VLLM: 1, "quest": 1, "snapkv": 2, "kivi": 7}.get(case.system, 4)
     count = min(256 * case.batches, max(8, round(case.batches * share * fit)))
     gpu.run(engine, gpu.requests_of(server, count, case.seed))
@@ -158,20 +146,16 @@ def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(flags: ThroughputFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    plain = flags.attention_knob, flags.host_knob
+    mine = [row for row in rows if (row.attention_knob, row.host_knob) == plain]
+    by = {(row.system, row.model): row for row in mine}
     for axes, name in zip(figure.subplots(1, 2), ("batch", "tokens_per_s")):
-        width = 0.8 / len(flags.systems)
-        for i, system in enumerate(flags.systems):
-            mine = {
-                row.model: getattr(row, name)
-                for row in rows
-                if row.system == system
-                and (row.attention_knob, row.host_knob) == (flags.attention_knob, flags.host_knob)
-            }
-            at = [j + i * width for j, model in enumerate(flags.models) if model in mine]
-            axes.bar(at, list(mine.values()), width, label=system)
-        axes.set_xticks(range(len(flags.models)), flags.models)
-        axes.set(title=name.replace("_", " "), yscale="log")
-    figure.axes[0].legend(frameon=False, fontsize="x-small")
+        groups = {
+            system: [getattr(by.get((system, model)), name, np.nan) for model in flags.models]
+            for system in flags.systems
+        }
+        grouped_bars(axes, flags.models, groups, name.replace("_", " "))
+        axes.set(yscale="log")
 
 
 STUDY = Study(

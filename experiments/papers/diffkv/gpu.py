@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,9 @@ class SimulatedFlags(Flags):
 
     def changed(self, attention: float, host: float) -> "SimulatedFlags":
         """A copy of the flags with further factors on the time of attention and of the host."""
-        return SimulatedFlags(
-            gpu=self.gpu, host=self.host, attention_knob=attention * self.attention_knob,
-            host_knob=host * self.host_knob, recorded=self.recorded, seed=self.seed,
-        )  # fmt: skip
+        return replace(
+            self, attention_knob=attention * self.attention_knob, host_knob=host * self.host_knob
+        )
 
 
 @functools.cache
@@ -124,7 +123,6 @@ def model_of(name: str) -> ModelConfig:
 
 
 def options_of(system: str, server: Server) -> dict[str, Any]:
-    """EngineConfig fields of a system."""
     if system == VLLM:
         return {"policy": "vllm"}
     if system == "quest":
@@ -218,6 +216,30 @@ def server_of(model: str, output: int) -> Server:
     """The server of a model. output: another limit of output tokens; 0 for the server's own."""
     server = SERVERS[model]
     return replace(server, limit=output or server.limit)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A simulated run, with the fields of SimulatedFlags. output: see `server_of`."""
+
+    model: str
+    system: str
+    gpu: str
+    host: str
+    attention_knob: float
+    host_knob: float
+    recorded: str
+    seed: int
+    output: int
+
+    @property
+    def server(self) -> Server:
+        return server_of(self.model, self.output)
+
+    @property
+    def flags(self) -> SimulatedFlags:
+        names = [field.name for field in fields(SimulatedFlags)]
+        return SimulatedFlags(**{name: getattr(self, name) for name in names})
 
 
 def ratio(found: Mapping[Any, float], above: Any, below: Any) -> float | None:

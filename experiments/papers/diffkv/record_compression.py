@@ -173,7 +173,6 @@ def values(flags: RecordFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: RecordFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Shares of tokens that heads keep as sequences grow, a line for each head."""
     for axes, alpha in zip(figure.subplots(1, len(ALPHAS), sharey=True), ALPHAS):
         of_alpha = [r for r in rows if (r.alpha_h, r.alpha_l) == alpha and r.phase == GENERATED]
         for layer, head in dict.fromkeys((row.layer, row.head) for row in of_alpha):

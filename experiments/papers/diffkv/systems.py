@@ -1,14 +1,20 @@
-"""Engine configurations of DiffKV's studies: the 16-bit reference, DiffKV, and its baselines."""
+"""Engine configurations of DiffKV's studies: the 16-bit reference, DiffKV and its baselines; and
+those of its tables on public benchmarks, on the user's model and problems (§7.2)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
+from experiments.lib.typed_flags import flag
 from experiments.papers.lserve.gates import gates_of
+from models import checkpoint
 from paged.config import EngineConfig
 
 REFERENCE = "16 bits"
+FP16, DIFFKV, INT4, KIVI, QUEST, SNAPKV = "FP16", "DiffKV", "INT4", "KIVI", "Quest", "SnapKV"
+KIVI_GROUP = 32  # channels of a value, or tokens of a key's channel, that share a scale
 PAGE_SIZE = 16  # tokens of high precision in a page
 BUDGETED = {
     "H2O": {"prompt_rule": "h2o", "generation_rule": "h2o"},
@@ -45,18 +51,13 @@ def uniform_options(name: str) -> dict[str, Any]:
     return {"high": name, "low": name, "alpha_h": 0.0, "alpha_l": 0.0}
 
 
-def pruning_options(method: str, budget: float) -> dict[str, Any]:
-    """Options that prune to a share of the tokens, kept in 16 bits. method: a key
-    of `BUDGETED`."""
-    return uniform_options("K16V16") | BUDGETED[method] | {"budget": budget}
-
-
 def uniform(flags: AccuracyFlags, name: str) -> EngineConfig:
     return policy(flags, **uniform_options(name))
 
 
 def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
-    return policy(flags, **pruning_options(method, budget))
+    """Pruning to a share of the tokens, kept in 16 bits. method: a key of `BUDGETED`."""
+    return policy(flags, **uniform_options("K16V16") | BUDGETED[method] | {"budget": budget})
 
 
 def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:
@@ -74,3 +75,38 @@ def quest(flags: AccuracyFlags, budget: int) -> EngineConfig:
 
 def _lserve(flags: AccuracyFlags, **chosen: Any) -> EngineConfig:
     return _config(flags, policy="lserve", policy_options=chosen, kv_dtype="float16")
+
+
+@dataclass(frozen=True)
+class DiffKVFlags(AccuracyFlags):
+    contexts: tuple[int, ...] = flag((32768,), "the longest prompt and answer, in tokens")
+    alpha_h: float = flag(1.0, "of high precision", least=0)
+    alpha_l: float = flag(0.02, "of low precision", least=0)
+    budget: float = flag(0.25, "of SnapKV, share of the tokens", above=0, most=1)
+    quest_budget: int = flag(8192, "tokens that a query of Quest reads", least=48)
+
+
+def kivi(flags: AccuracyFlags) -> EngineConfig:
+    """The configuration of configs/kivi.flags, at the model's head dim."""
+    groups = max(1, checkpoint.load_config(flags.model).head_dim // KIVI_GROUP)
+    chosen: dict[str, Any] = {
+        "high": "K16V16", "low": "K2V2", "prompt_rule": "kivi", "generation_rule": "kivi",
+        "window": 128, "key_group": KIVI_GROUP, "groups": groups,
+    }  # fmt: skip
+    return _config(flags, policy="diffkv", policy_options=chosen, page_size=12)
+
+
+def long_context(flags: DiffKVFlags) -> accuracy.Systems:
+    """The systems of Table 2."""
+    return {
+        FP16: reference(flags),
+        DIFFKV: policy(flags, alpha_h=flags.alpha_h, alpha_l=flags.alpha_l),
+        QUEST: quest(flags, flags.quest_budget),
+        SNAPKV: budgeted(flags, "SnapKV", flags.budget),
+    }
+
+
+def thinking(flags: DiffKVFlags) -> accuracy.Systems:
+    """The systems of Table 3."""
+    first, ours, *others = long_context(flags).items()
+    return dict([first, ours, (INT4, uniform(flags, "K4V4")), (KIVI, kivi(flags)), *others])

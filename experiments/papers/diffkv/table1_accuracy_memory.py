@@ -13,12 +13,9 @@ A model answers the same prompts with each system:
     Quest         all tokens are kept, with statistics; a query reads --quest_budget tokens
 
 Memory is measured while sequences run. `kv_memory_fraction` is the size of the pages, with scales
-and statistics, over 16-bit pages. The first of --alphas is compared with H2O and SnapKV at the
-least budget with at least its memory. INT4 is compared with the system of --alphas that takes the
-most memory up to INT4's.
-
-Claim: the first of --alphas takes at most 0.40 of the memory, and the lower bound of its paired
-difference over all prompts is above −2 points (paper: 0.3 points less at 0.19 to 0.37).
+and statistics, over 16-bit pages. The first of --alphas, which decides the claim, is compared with
+H2O and SnapKV at the least budget with at least its memory. INT4 is compared with the system of
+--alphas that takes the most memory up to INT4's.
 """
 
 import re

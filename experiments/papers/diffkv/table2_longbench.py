@@ -5,7 +5,7 @@
 """
 
 from experiments.papers import benchmarks
-from experiments.papers.diffkv.benchmarks import DIFFKV, DiffKVFlags, long_context
+from experiments.papers.diffkv.systems import DIFFKV, DiffKVFlags, long_context
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 TASKS = ("qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")
@@ -21,10 +21,8 @@ PAPER = {
     system: dict(zip(TASKS, scores)) | {"average": round(sum(scores) / len(scores), 2)}
     for system, scores in SCORES.items()
 }
-PAPER = {
-    system: found | ({"memory": MEMORY[system]} if system in MEMORY else {})
-    for system, found in PAPER.items()
-}
+for name, memory in MEMORY.items():
+    PAPER[name]["memory"] = memory
 
 STUDY = benchmarks.study(
     __file__, DiffKVFlags, long_context,

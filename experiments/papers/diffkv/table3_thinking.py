@@ -16,7 +16,7 @@ from experiments import accuracy
 from experiments.accuracy import Row
 from experiments.lib.typed_flags import flag
 from experiments.papers import benchmarks
-from experiments.papers.diffkv.benchmarks import DIFFKV, FP16, DiffKVFlags, thinking
+from experiments.papers.diffkv.systems import DIFFKV, FP16, DiffKVFlags, thinking
 from experiments.study import Values
 
 TASKS = ("cot_long", "cot_32", "cot_40")

@@ -109,7 +109,6 @@ def measured(
 
 
 def rows_of(task: str, found: Sequence[np.ndarray]) -> Iterator[Row]:
-    """One row for each layer and head."""
     together = np.concatenate(found, axis=-1)
     for layer, head in np.ndindex(together.shape[:2]):
         keys, first, last = together[layer, head]
@@ -154,8 +153,6 @@ def values(_: AttentionFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: AttentionFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Draws a map of keys_median for each task, with a row for each layer and a column for each
-    head."""
     names = list(dict.fromkeys(row.task for row in rows))
     most = max(row.keys_median for row in rows)
     shape = 1 + max(row.layer for row in rows), 1 + max(row.head for row in rows)

@@ -31,16 +31,21 @@ def measure(flags: ShareFlags, _) -> Iterator[Row]:
         yield from gpu.rows(flags, "llama-3-8b", stage, SYSTEMS, flags.ascending)
 
 
-def _shares(rows: Sequence[Row]) -> dict[str, float]:
+PAPER = {
+    f"{stage}_share_{system}_{at}": (least, 1.0)
+    for stage in (PREFILL, DECODE)
+    for system in SYSTEMS
+    for at, least in (("64k", 0.5), ("128k", 0.75))
+}
+
+
+@gpu.with_knobs(*(name for name in PAPER if "dense" in name))
+def values(rows: Sequence[Row]) -> Values:
+    """STAGE_share_SYSTEM_LENGTH: attention's share of the device's time."""
     return {
         f"{row.stage}_share_{row.system}_{thousands(row.context)}": row.attention_ms / row.ms
         for row in rows
     }
-
-
-def values(_: ShareFlags, rows: Sequence[Row]) -> Values:
-    """STAGE_share_SYSTEM_LENGTH: attention's share of the device's time."""
-    return gpu.by_knob(_shares, rows, [name for name in PAPER if "dense" in name])
 
 
 def draw(_: ShareFlags, figure: Figure, rows: Sequence[Row]) -> None:
@@ -54,12 +59,6 @@ def draw(_: ShareFlags, figure: Figure, rows: Sequence[Row]) -> None:
     figure.axes[0].legend(frameon=False)
 
 
-PAPER = {
-    f"{stage}_share_{system}_{at}": (least, 1.0)
-    for stage in (PREFILL, DECODE)
-    for system in SYSTEMS
-    for at, least in (("64k", 0.5), ("128k", 0.75))
-}
 STUDY = Study(
     __file__,
     title="Attention's share of a step (LServe Fig. 2)",

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import FigureBase
-from matplotlib.patches import Rectangle
 
 from experiments.lib.presets import PRESETS, TINY
 from experiments.papers import mechanisms
-from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism
+from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, tile
 from models import params as parameters
 from models.families import family
 from paged.engine import Engine
@@ -79,18 +78,17 @@ def fig03() -> Mechanism:
         axes = figure.subplots()
         for row, (name, pages) in enumerate(rows.items()):
             for page in range(PAGES):
-                axes.add_patch(Rectangle((page, row), 0.92, 0.8, facecolor=FREE))
-            for step, page in enumerate(pages.tolist()):
-                axes.add_patch(Rectangle((page, row), 0.92, 0.8, facecolor=COLOURS[row]))
-                axes.text(page + 0.46, row + 0.4, str(step + 1), ha="center", va="center",
-                          color="white")  # fmt: skip
+                tile(axes, page, row, FREE)
+            for step, page in enumerate(pages.tolist(), start=1):
+                tile(axes, page, row, COLOURS[row], str(step), size="medium")
             axes.text(-0.2, row + 0.4, f"{name}: {len(pages)} of {PAGES} iterations", ha="right",
                       va="center", fontsize="small")  # fmt: skip
         axes.set(xlim=(0, PAGES), ylim=(3, -0.1), yticks=[])
         axes.set_xlabel("page of keys (numbers: the kernel's iteration)")
-        axes.set_xticks(np.arange(PAGES) + 0.46, [str(page) for page in range(PAGES)])
+        axes.set_xticks(np.arange(PAGES) + 0.45, [str(page) for page in range(PAGES)])
 
     return Mechanism(
+        "Fig. 3: pages of keys, one after the other",
         {
             "iterations_dense": (len(rows["dense head"]), PAGES),
             "iterations_streaming": (len(rows["streaming head"]), SINK + LOCAL + 1),
@@ -121,6 +119,7 @@ def fig04() -> Mechanism:
 
     far = (key >= SINK) & (key < query - LOCAL)
     return Mechanism(
+        "Fig. 4: block-sparse patterns of one kernel",
         {
             "tiles_dense": (causal.sum(), PAGES * (PAGES + 1) // 2),
             "tiles_of_the_future": ((streams() & ~causal).sum(), 0),
@@ -191,6 +190,7 @@ def fig05() -> Mechanism:
 
     last = found[-1]
     return Mechanism(
+        "Fig. 5: two paged caches",
         {
             "pages_of_a_dense_head": (last.dense, -(-last.tokens // page)),
             "most_of_a_streaming_head": (
@@ -223,6 +223,7 @@ def fig07() -> Mechanism:
                   fontsize="x-small")  # fmt: skip
 
     return Mechanism(
+        "Fig. 7: hierarchical pages",
         {
             "selected_that_are_not_the_best": (len(set(chosen.tolist()) - set(order.tolist())), 0),
             "statistics_unlike_the_keys": (wrong, 0),
@@ -254,6 +255,7 @@ def fig08() -> Mechanism:
         axes.set(xlabel="token that is generated (red: a selection is made)", ylabel="page read")
 
     return Mechanism(
+        "Fig. 8: a selection is used again (every 2 tokens)",
         {
             "most_tokens_of_a_selection": (max(gaps), 2), "fewest": (min(gaps), 2),
             "steps_whose_pages_change_without_one": (changed, 0),
@@ -262,17 +264,9 @@ def fig08() -> Mechanism:
     )  # fmt: skip
 
 
-TITLES = {
-    "fig03": "Fig. 3: pages of keys, one after the other",
-    "fig04": "Fig. 4: block-sparse patterns of one kernel",
-    "fig05": "Fig. 5: two paged caches",
-    "fig07": "Fig. 7: hierarchical pages",
-    "fig08": "Fig. 8: a selection is used again (every 2 tokens)",
-}
-
 STUDY = mechanisms.study(
     __file__, "LServe Figs. 3 to 5, 7, 8",
-    dict(zip(TITLES, (fig03, fig04, fig05, fig07, fig08), strict=True)), TITLES,
+    fig03, fig04, fig05, fig07, fig08,
     claim="pages are skipped, kept, judged, selected and selected again as the figures show",
     here="12 pages of random keys; an engine over a random model of two layers",
     size=(14, 10),

@@ -3,12 +3,8 @@
 python -m experiments.papers.lserve.fig06_page_size
 
 All heads are dense, and read a budget of whole pages. Flat selection scores a page by the extremes
-of all its keys (Quest); hierarchical selection, by the extremes of each of its logical pages of 16
-tokens.
-
-Claims (§3.5.1): flat selection fails as pages grow, because the extremes of many keys carry little
-information; hierarchical selection with pages of 64 is as good as flat selection with pages of 16
-and the same budget.
+of all its keys (Quest), which carry little information where keys are many; hierarchical selection,
+by the extremes of each of its logical pages of 16 tokens.
 """
 
 from collections.abc import Sequence

@@ -4,9 +4,6 @@ python -m experiments.papers.lserve.fig09_needle
 
 One record lies somewhere in stories, and the question asks for its five digits. The systems are the
 dense model, and LServe with half of the KV heads streaming at each of --budgets.
-
-Claim (Fig. 9): LServe finds the needle at all lengths and depths where the dense model does, at a
-budget far below the longest context.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -99,20 +96,24 @@ def rows_of(system: str, context: int, depths: np.ndarray, scores: np.ndarray) -
         yield Row(system, context, depth, len(mine), right)
 
 
+def percent_right(rows: Sequence[Row], system: str) -> float | None:
+    """Percent of right answers over all prompts."""
+    mine = [row for row in rows if row.system == system]
+    prompts = sum(row.prompts for row in mine)
+    return sum(row.prompts * (row.right or 0) for row in mine) / prompts if prompts else None
+
+
 def values(_: NeedleFlags, rows: Sequence[Row]) -> Values:
     """right_SYSTEM: percent of right answers over all prompts. cells_asked: number of cells
     (context and depth) with a prompt."""
-    numbers: dict[str, float] = {}
+    numbers: dict[str, float | None] = {}
     for name in dict.fromkeys(row.system for row in rows):
-        mine = [row for row in rows if row.system == name]
-        right = sum(row.prompts * (row.right or 0) for row in mine) / sum(r.prompts for r in mine)
-        numbers[f"right_{name.replace(' ', '_').replace(',', '')}"] = right
+        numbers[f"right_{name.replace(' ', '_').replace(',', '')}"] = percent_right(rows, name)
     asked = sum(row.right is not None for row in rows if row.system == rows[0].system)
     return numbers | {"cells_asked": asked}
 
 
 def table(_: NeedleFlags, rows: Sequence[Row]) -> str:
-    """Percent of right answers, a line for each system and depth."""
     contexts = list(dict.fromkeys(row.context for row in rows))
     lines = [f"{'right %':<34}{'depth from':>11}" + "".join(f"{c:>8}" for c in contexts)]
     cells = {(row.system, row.depth, row.context): row.right for row in rows}

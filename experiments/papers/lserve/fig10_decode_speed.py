@@ -47,7 +47,14 @@ def measure(flags: DecodeFlags, _) -> Iterator[Row]:
     yield from gpu.rows(flags, MODELS[0], DECODE, TAKEN_APART, flags.ascending, split=True)
 
 
-def _found(rows: Sequence[Row]) -> dict[str, float | None]:
+@gpu.with_knobs(
+    "over_vllm_llama-3-8b", "over_vllm_llama-2-7b", "lserve_over_dense_256k",
+    "lserve_over_dense_split_256k",
+)  # fmt: skip
+def values(rows: Sequence[Row]) -> Values:
+    """SYSTEM_ms_LENGTH: milliseconds of a step (Table 7).
+    over_SYSTEM_MODEL: LServe's speedup, mean over the lengths.
+    SYSTEM_over_dense_256k, SYSTEM_over_dense_split_256k: speedup over dense kernels (Fig. 16)."""
     ms = {(row.model, row.system, row.context): row.ms for row in rows}
     numbers: dict[str, float | None] = {}
     for system in (*TABLE_7, "lserve split"):
@@ -62,27 +69,12 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
             numbers[f"over_{system}_{model}"] = float(np.mean(ratios))
     for kind in ("", " split"):
         for system in TAKEN_APART[1:]:
-            of = {
-                n: ms[m, f"qserve{kind}", n] / ms[m, s, n]
-                for m, s, n in ms
-                if s == system + kind and m == MODELS[0]
-            }
-            name = f"{system}_over_dense{kind.replace(' ', '_')}"
-            numbers[f"{name}_256k"] = of.get(262144)
+            dense, ours = (ms.get((MODELS[0], s + kind, 262144)) for s in ("qserve", system))
+            name = f"{system}_over_dense{kind.replace(' ', '_')}_256k"
+            numbers[name] = dense / ours if dense and ours else None
     return numbers
 
 
-def values(_: DecodeFlags, rows: Sequence[Row]) -> Values:
-    """SYSTEM_ms_LENGTH: milliseconds of a step (Table 7).
-    over_SYSTEM_MODEL: LServe's speedup, mean over the lengths.
-    SYSTEM_over_dense_256k, SYSTEM_over_dense_split_256k: speedup over dense kernels (Fig. 16)."""
-    return gpu.by_knob(_found, rows, HEADLINES)
-
-
-HEADLINES = (
-    "over_vllm_llama-3-8b", "over_vllm_llama-2-7b", "lserve_over_dense_256k",
-    "lserve_over_dense_split_256k",
-)  # fmt: skip
 PAPER: dict[str, float | tuple[float, float]] = {
     "over_vllm_llama-3-8b": 1.5, "over_vllm_llama-2-7b": 2.0, "static_over_dense_256k": (1.0, 1.7),
     "dynamic_over_dense_256k": 4.5, "lserve_over_dense_256k": 7.7,
@@ -113,7 +105,7 @@ STUDY = Study(
     measure=measure,
     values=values,
     paper=PAPER,
-    draw=lambda _, figure, rows: gpu.draw(figure, rows),
+    draw=gpu.draw,
     tolerance=0.15,
     size=(11, 4.6),
 )  # fmt: skip

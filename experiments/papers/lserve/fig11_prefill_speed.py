@@ -52,48 +52,6 @@ def measure(flags: PrefillFlags, _) -> Iterator[Row]:
     yield from gpu.rows(flags, MODELS[1], DECODE, ("lserve",), contexts)
 
 
-def _found(rows: Sequence[Row]) -> dict[str, float | None]:
-    ms = {(row.model, row.stage, row.system, row.context): row.ms for row in rows}
-    numbers: dict[str, float | None] = {}
-    for model in MODELS:
-        for system in SYSTEMS[:4]:
-            ratios = [
-                ms[key] / ms[model, PREFILL, "lserve", key[3]]
-                for key in ms
-                if key[:3] == (model, PREFILL, system)
-            ]
-            numbers[f"prefill_over_{system}_{model}"] = float(np.mean(ratios))
-            numbers[f"most_over_{system}_{model}"] = max(ratios)
-        of_static = [
-            ms[model, PREFILL, "vllm", key[3]] / ms[key]
-            for key in ms
-            if key[:3] == (model, PREFILL, "static")
-        ]
-        numbers[f"static_over_vllm_{model}"] = float(np.mean(of_static))
-        numbers[f"static_most_over_vllm_{model}"] = max(of_static)
-    for model, stage, system, context in ms:
-        if model == MODELS[1] and system in ("quest", "lserve") and context in QUEST_CONTEXTS:
-            unit = "s" if stage == PREFILL else "ms"
-            seconds = ms[model, stage, system, context] / (1e3 if stage == PREFILL else 1)
-            numbers[f"{stage}_{unit}_{system}_{thousands(context)}"] = seconds
-            if system == "quest":
-                over = ms[model, stage, "quest", context] / ms[model, stage, "lserve", context]
-                numbers[f"{stage}_over_quest_{thousands(context)}"] = over
-    return numbers
-
-
-def values(_: PrefillFlags, rows: Sequence[Row]) -> Values:
-    """Numbers by model, system and length.
-
-    prefill_over_SYSTEM_MODEL, most_over_SYSTEM_MODEL: LServe's speedup, mean and largest over the
-        lengths.
-    static_over_vllm_MODEL, static_most_over_vllm_MODEL: the same for `static`.
-    STAGE_UNIT_SYSTEM_LENGTH, STAGE_over_quest_LENGTH: times and speedups of Table 5.
-    """
-    headlines = [name for name in PAPER if "over_quest" in name or "over_vllm" in name]
-    return gpu.by_knob(_found, rows, headlines)
-
-
 PAPER: dict[str, float | tuple[float, float]] = {
     "prefill_over_vllm_llama-2-7b": 1.8, "most_over_vllm_llama-3-8b": (1.0, 2.9),
     "static_most_over_vllm_llama-3-8b": (1.0, 2.9),
@@ -108,6 +66,45 @@ PAPER |= {
     for stage, ratios in ((PREFILL, (2.1, 1.7, 1.5, 1.6)), (DECODE, (1.3, 1.3, 1.4, 1.5)))
     for n, ratio in zip(QUEST_CONTEXTS, ratios)
 }
+
+
+@gpu.with_knobs(*(name for name in PAPER if "over_quest" in name or "over_vllm" in name))
+def values(rows: Sequence[Row]) -> Values:
+    """Numbers by model, system and length.
+
+    prefill_over_SYSTEM_MODEL, most_over_SYSTEM_MODEL: LServe's speedup, mean and largest over the
+        lengths.
+    static_over_vllm_MODEL, static_most_over_vllm_MODEL: the same for `static`.
+    STAGE_UNIT_SYSTEM_LENGTH, STAGE_over_quest_LENGTH: times and speedups of Table 5.
+    """
+    ms = {(row.model, row.stage, row.system, row.context): row.ms for row in rows}
+    numbers: dict[str, float | None] = {}
+
+    def ratios(model: str, above: str, below: str) -> list[float]:
+        """Prefill times of a system over those of another, at all lengths of both."""
+        contexts = [n for m, stage, s, n in ms if (m, stage, s) == (model, PREFILL, below)]
+        both = [n for n in contexts if (model, PREFILL, above, n) in ms]
+        return [ms[model, PREFILL, above, n] / ms[model, PREFILL, below, n] for n in both]
+
+    for model in MODELS:
+        for system in SYSTEMS[:4]:
+            over = ratios(model, system, "lserve")
+            numbers[f"prefill_over_{system}_{model}"] = float(np.mean(over))
+            numbers[f"most_over_{system}_{model}"] = max(over)
+        over = ratios(model, "vllm", "static")
+        numbers[f"static_over_vllm_{model}"] = float(np.mean(over))
+        numbers[f"static_most_over_vllm_{model}"] = max(over)
+    for model, stage, system, context in ms:
+        if model == MODELS[1] and system in ("quest", "lserve") and context in QUEST_CONTEXTS:
+            unit = "s" if stage == PREFILL else "ms"
+            seconds = ms[model, stage, system, context] / (1e3 if stage == PREFILL else 1)
+            numbers[f"{stage}_{unit}_{system}_{thousands(context)}"] = seconds
+            if system == "quest":
+                ratio = ms[model, stage, "quest", context] / ms[model, stage, "lserve", context]
+                numbers[f"{stage}_over_quest_{thousands(context)}"] = ratio
+    return numbers
+
+
 STUDY = Study(
     __file__,
     title="Prefill by length and system, and Quest (LServe Fig. 11, Table 5)",
@@ -127,7 +124,7 @@ STUDY = Study(
     measure=measure,
     values=values,
     paper=PAPER,
-    draw=lambda _, figure, rows: gpu.draw(figure, rows),
+    draw=gpu.draw,
     tolerance=0.15,
     size=(12, 4.6),
 )  # fmt: skip

@@ -12,15 +12,12 @@ from dataclasses import dataclass, replace
 
 from experiments.lib.typed_flags import flag
 from experiments.papers.lserve import gpu
-from experiments.papers.lserve.gpu import DECODE, Row, SimulatedFlags, thousands
-from experiments.papers.lserve.layer import LSERVE
+from experiments.papers.lserve.gpu import DECODE, LSERVE, Row, SimulatedFlags, thousands
 from experiments.study import Setting, Study, Values
 
 MODEL = "llama-3-8b"
 SYSTEMS = ("dynamic", "lserve")
 CONTEXTS = tuple(1024 * n for n in (8, 16, 32, 64, 128, 256))
-
-
 SHOWN = (65536, 131072)
 
 
@@ -47,7 +44,15 @@ def measure(flags: SelectionFlags, _) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def _found(rows: Sequence[Row]) -> dict[str, float | None]:
+@gpu.with_knobs("selection_over_attention_lserve_128k", "reused_over_attention_lserve_128k")
+def values(rows: Sequence[Row]) -> Values:
+    """Numbers by system and length, at the lengths of SHOWN. In SYSTEM_split a head is
+    split over multiprocessors.
+
+    selection_ms_*, attention_ms_*: milliseconds of a selection, and of a token's attention.
+    selection_over_attention_*: a selection over a token's attention.
+    reused_over_attention_*: a token's share of a selection over the token's attention.
+    """
     numbers: dict[str, float | None] = {}
     for row in rows:
         if row.context not in SHOWN:
@@ -61,25 +66,6 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
     return numbers
 
 
-def values(_: SelectionFlags, rows: Sequence[Row]) -> Values:
-    """Numbers by system and length, at the lengths of SHOWN. In SYSTEM_split a head is
-    split over multiprocessors.
-
-    selection_ms_*, attention_ms_*: milliseconds of a selection, and of a token's attention.
-    selection_over_attention_*: a selection over a token's attention.
-    reused_over_attention_*: a token's share of a selection over the token's attention.
-    """
-    headlines = [f"{kind}_over_attention_lserve_128k" for kind in ("selection", "reused")]
-    return gpu.by_knob(_found, rows, headlines)
-
-
-def holds(found) -> bool:
-    ratio, reused = (
-        found[f"{kind}_over_attention_lserve_128k"] for kind in ("selection", "reused")
-    )
-    return ratio >= 1 and reused <= 1
-
-
 STUDY = Study(
     __file__,
     title="A selection of pages beside the attention over it (LServe Fig. 14)",
@@ -87,7 +73,8 @@ STUDY = Study(
     claim="at 128k a selection (0.24 ms) takes twice the attention over 4,096 tokens (0.12 ms), "
     "and reused by 4 tokens half of it",
     rule="at 128k a selection takes longer than attention, and a quarter of it less",
-    holds=holds,
+    holds=lambda v: v["selection_over_attention_lserve_128k"] >= 1
+    and v["reused_over_attention_lserve_128k"] <= 1,
     setting=Setting(
         "a layer of Llama-3-8B, one sequence, KV of 4 bits, an A100-80; " + gpu.SETTING,
         "the choice of the best pages by their scores takes no time",
@@ -101,7 +88,7 @@ STUDY = Study(
         "selection_ms_dynamic_128k": 0.24, "attention_ms_dynamic_128k": 0.12,
         "selection_over_attention_lserve_128k": 2.0, "reused_over_attention_lserve_128k": 0.5,
     },
-    draw=lambda _, figure, rows: gpu.draw(figure, rows),
+    draw=gpu.draw,
     tolerance=0.25,
     size=(6, 4.2),
 )  # fmt: skip

@@ -38,7 +38,11 @@ def measure(flags: LayerFlags, _) -> Iterator[Row]:
             yield replace(row, ms=ms, attention_ms=ms, selection_ms=selection_ms)
 
 
-def _found(rows: Sequence[Row]) -> dict[str, float | None]:
+@gpu.with_knobs(
+    *(f"{of}{kind}_speedup_256k" for of in ("static", "lserve") for kind in ("", "_split"))
+)
+def values(rows: Sequence[Row]) -> Values:
+    """SYSTEM_speedup_LENGTH, SYSTEM_split_speedup_LENGTH: speedup over dense heads."""
     ms = {(row.system, row.context): row.ms for row in rows}
     numbers: dict[str, float | None] = {}
     for kind in ("", " split"):
@@ -48,14 +52,6 @@ def _found(rows: Sequence[Row]) -> dict[str, float | None]:
     return numbers
 
 
-def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
-    """SYSTEM_speedup_LENGTH, SYSTEM_split_speedup_LENGTH: speedup over dense heads."""
-    return gpu.by_knob(_found, rows, HEADLINES)
-
-
-HEADLINES = [
-    f"{system}{kind}_speedup_256k" for system in ("static", "lserve") for kind in ("", "_split")
-]
 STUDY = Study(
     __file__,
     title="A layer's decode attention by what is sparse (LServe Fig. 15)",
@@ -81,7 +77,7 @@ STUDY = Study(
         for kind in ("", "_split")
     }
     | {"lserve_speedup_256k": 30.0, "lserve_split_speedup_256k": 30.0},
-    draw=lambda _, figure, rows: gpu.draw(figure, rows),
+    draw=gpu.draw,
     tolerance=0.15,
     size=(6, 4.2),
 )

@@ -2,16 +2,12 @@
 
 python -m experiments.papers.lserve.formats
 
-The bundled model answers the same prompts with all systems. In the first systems dense heads read
-all pages, with keys and values of 16, 8 and 4 bits, and with products of 8-bit weights and
-activations (W8A8). Three more systems have
+In the first systems dense heads read all pages, with keys and values of 16, 8 and 4 bits, and with
+products of 8-bit weights and activations (W8A8). Three more systems have
 
     sparsity      --share of the KV heads streaming, and a --budget of tokens
     quantisation  W8A8, and keys and values of --with_bits
     both          sparsity and quantisation
-
-Claim (§3.1): quantisation of keys and values is orthogonal to sparsity. The losses of both add up
-and do not multiply.
 """
 
 from collections.abc import Sequence
@@ -71,7 +67,6 @@ def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: FormatFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """A bar for each system."""
     whole = accuracy.pooled(rows)
     panels = figure.subplots(1, len(accuracy.MEASURES), sharey=True)
     for axes, (name, (low, high, label)) in zip(panels, accuracy.MEASURES.items()):

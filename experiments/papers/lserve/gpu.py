@@ -28,11 +28,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.lib import plots
 from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.lserve.layer import EVERYTHING, config_of, lserve, streaming
+from experiments.papers.drawing import panels
+from experiments.study import Values
 from models import checkpoint
 from models.config import ModelConfig
+from paged.config import EngineConfig
 from paged.kv_cache.lserve.layout import Layout
 from paged.simulator.machines import MACHINES
 from paged.simulator.step_cost import Host, StepCost
@@ -40,6 +43,8 @@ from pallas_kernels.specs import Cost
 
 DECODE, PREFILL = "decode", "prefill"
 LONGEST = 2**19  # most tokens of a context
+LSERVE = {"budget": 4096, "sink": 128, "local": 256, "logical_page": 16, "reuse": 4}
+EVERYTHING = 2**30  # a budget that no context exceeds
 A_STEP_OF_QSERVE = 10.5e-3, 32, 512  # Table 1, on an A100: seconds, sequences, tokens of a sequence
 
 
@@ -47,7 +52,7 @@ A_STEP_OF_QSERVE = 10.5e-3, 32, 512  # Table 1, on an A100: seconds, sequences, 
 class System:
     """A system.
 
-    options: options of the policy lserve.
+    options: options of the policy lserve that differ from LSERVE.
     streams: whether half of the KV heads stream.
     by_heads: see `Clock`.
     bits: bits of the products' operands.
@@ -146,18 +151,21 @@ class Clock:
         device_s += layers * sum(self.parts_s(context, new_tokens, sequences).values())
         return float(self.cost.host.step_s(device_s, sequences, 1))
 
-    def prefill_s(self, tokens: int) -> float:
-        """Seconds of one step that computes a whole prompt."""
-        return self.step_s(tokens, tokens)
-
 
 @functools.cache
 def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
-    system = SYSTEMS[name]
-    options = dict(system.options) | (streaming(model, 0.5) if system.streams else {})
-    config = config_of(
-        lserve(**options) | {"quantization": "w8a8" if system.bits == 8 else "none"},
-        LONGEST + 64, page_size=system.page_size,
+    system, options = SYSTEMS[name], {**LSERVE, **SYSTEMS[name].options}
+    if system.streams:
+        dense = round(model.num_kv_heads / 2)  # the other half of each layer's KV heads streams
+        row = tuple(float(head < dense) for head in range(model.num_kv_heads))
+        options |= {"gates": (row,) * model.num_layers, "streaming_share": 0.5}
+    longest, P = LONGEST + 64, system.page_size
+    # A tenth more memory than the dense policy needs, for the statistics of dense heads.
+    slots = (-(-longest // P) + 2) * P * 11 // 10
+    config = EngineConfig(
+        policy="lserve", policy_options=options, max_num_seqs=1, max_num_batched_tokens=1024,
+        max_prefills_per_step=1, max_model_len=longest, page_size=P, watermark=0.0,
+        kv_cache_tokens=slots + 1024, quantization="w8a8" if system.bits == 8 else "none",
     )  # fmt: skip
     cost = StepCost.declare(model, config, gpu)
     return dataclasses.replace(cost, weight_bits=system.weight_bits)
@@ -226,32 +234,33 @@ def rows(
             )  # fmt: skip
 
 
-def by_knob(
-    found: Callable[[Sequence[Row]], Mapping[str, float | None]], rows: Sequence[Row],
-    beside: Iterable[str],
-) -> dict[str, float | None]:  # fmt: skip
-    """`found(rows)` with unchanged constants, and for each changed constant of FACTORS the values
-    named in `beside`."""
-    values = dict(found([row for row in rows if not row.knob]))
-    for knob in filter(None, FACTORS):
-        changed = found([row for row in rows if row.knob == knob])
-        values |= {f"{name}_{knob}": changed.get(name) for name in beside}
-    return values
+Found = Callable[[Sequence[Row]], Values]
 
 
-def draw(figure: Figure, rows: Sequence[Row], by: Sequence[str] = ("model", "stage")) -> None:
-    """Draws milliseconds over the context, a line for each system."""
-    mine = [row for row in rows if not row.knob]
-    panels = list(dict.fromkeys(tuple(getattr(row, name) for name in by) for row in mine))
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        for system in dict.fromkeys(row.system for row in mine):
-            of = [
-                row for row in mine
-                if row.system == system and tuple(getattr(row, name) for name in by) == panel
-            ]  # fmt: skip
-            axes.plot([r.context for r in of], [r.ms for r in of], "o-", ms=3, label=system)
-        axes.set(xscale="log", yscale="log", xlabel="context", ylabel="ms", title=" ".join(panel))
-    figure.axes[0].legend(frameon=False, fontsize="x-small")
+def with_knobs(*beside: str) -> Callable[[Found], Callable[..., Values]]:
+    """Decorates a function of the rows with unchanged constants, as the `values` of a study. For
+    each changed constant of FACTORS the study also has the values named in `beside`."""
+
+    def decorated(found: Found) -> Callable[..., Values]:
+        @functools.wraps(found)
+        def values(_: SimulatedFlags, rows: Sequence[Row]) -> Values:
+            numbers = dict(found([row for row in rows if not row.knob]))
+            for knob in filter(None, FACTORS):
+                changed = found([row for row in rows if row.knob == knob])
+                numbers |= {f"{name}_{knob}": changed.get(name) for name in beside}
+            return numbers
+
+        return values
+
+    return decorated
+
+
+def draw(_: SimulatedFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    """Milliseconds over the context, a panel for each model and stage."""
+    plain = [row for row in rows if not row.knob]
+    for axes, mine in panels(figure, plain, "model", "stage"):
+        plots.lines(axes, mine, "context", "ms", "system", "context", "ms")
+        axes.set(xscale="log", yscale="log")
 
 
 SETTING = (

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import kernels
+from experiments.papers.drawing import grouped_bars
 from experiments.study import Setting, Study, Values
 from pallas_kernels.paged_attention import specs
 from pallas_kernels.specs import HEADS, Attention
@@ -52,18 +53,16 @@ class Row:
 def measure(flags: PageFlags, _) -> Iterator[Row]:
     for target in TARGETS:
         for page, spec in SPECS.items():
-            call = kernels.compiled(target, OP, spec, KERNEL)
-            assert call.us
-            yield Row(target, page, 4096, *call.us, None)
+            us = kernels.compiled(target, OP, spec, KERNEL).us
+            yield Row(target, page, 4096, *us, None)
     if not kernels.has_gpu():
         return
     for context in sorted(set(flags.contexts)):
         for page in SPECS:
             shapes = Attention(HEADS["llama-3-8b"], BATCH, context, page_size=page, kv_bits=BITS)
-            us = kernels.measured_us(
-                "quantised_paged_attention", f"{context}, {page}", specs.decode(shapes)
-            )
-            yield Row("", page, context, None, None, us)
+            name, call = f"{context}, {page}", specs.decode(shapes)
+            measured = kernels.measured_us("quantised_paged_attention", name, call)
+            yield Row("", page, context, None, None, measured)
 
 
 def slowdown(rows: Sequence[Row], gpu: str, page: int) -> float | None:
@@ -94,12 +93,8 @@ def draw(_: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
         series[name] = [slowdown(rows, gpu, size) for size in sizes]
     series["measured here, 4 bits"] = [slowdown(rows, "", size) for size in sizes]
     drawn = {name: [y for y in ys if y] for name, ys in series.items() if all(ys)}
-    for i, (name, ys) in enumerate(drawn.items()):
-        at = [x + 0.8 * (i + 0.5) / len(drawn) - 0.4 for x in range(len(sizes))]
-        axes.bar_label(axes.bar(at, ys, 0.76 / len(drawn), label=name), fmt="{:.2f}", fontsize=7)
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set(xlabel="page size (tokens)", ylabel="time over that of pages of 128", ylim=(0, 1.8))
-    axes.legend(frameon=False, fontsize="small")
+    grouped_bars(axes, list(map(str, sizes)), drawn, "time over that of pages of 128", "{:.2f}")
+    axes.set(xlabel="page size (tokens)", ylim=(0, 1.8))
 
 
 STUDY = Study(

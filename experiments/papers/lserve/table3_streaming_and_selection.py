@@ -5,12 +5,9 @@ python -m experiments.papers.lserve.table3_streaming_and_selection
 A model answers the same prompts, first with all heads dense and all pages read. Then each of
 --shares of its KV heads streams, and dense heads read each of --budgets of tokens ('all': every
 page). Answers have several tokens, because the first one comes from the prefill, which never
-selects pages.
-
-The paper loses little at 50 % streaming heads and a budget of 4,096 of up to 256k tokens. The
-claim here: at 50 % streaming heads and a budget of half of the longest context, the lower bound of
-the difference over all prompts is above −2 points. Controls with the same share and budget are
-reported beside it and decide nothing: gates subtracted from 1, random heads, random pages.
+selects pages. The paper loses little at 50 % streaming heads and a budget of 4,096 of up to 256k
+tokens. Controls with the claim's share and budget decide nothing: gates subtracted from 1, random
+heads, random pages.
 """
 
 from collections.abc import Sequence
@@ -120,7 +117,6 @@ def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Draws measures over the budget, a line for each share and a cross for each control."""
     whole = accuracy.pooled(rows)
     lines: dict[str, dict[int, Row]] = {}
     for name, (share, budget) in points(flags).items():

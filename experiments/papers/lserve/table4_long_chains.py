@@ -9,16 +9,14 @@ tokens, so that selection and streaming heads act on generated tokens. For a rea
 --problems accepts AIME or MATH500.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers import benchmarks
-from experiments.papers.lserve.benchmarks import GATES
+from experiments.papers.lserve.benchmarks import command
 from experiments.papers.lserve.gates import BUNDLED_GATES, gates_of
 from experiments.study import Values
 
@@ -51,21 +49,12 @@ def values(_: ChainFlags, rows: Sequence[Row]) -> Values:
     """Scores by task, and the difference over all prompts with the bounds of its interval."""
     found = accuracy.pooled(rows)
     numbers = dict(benchmarks.scores(rows))
-    if LSERVE in found:
-        one = found[LSERVE]
+    if one := found.get(LSERVE):
         numbers |= {
             "difference_points": one.difference, "difference_low": one.difference_low,
             "difference_high": one.difference_high,
         }  # fmt: skip
     return numbers
-
-
-def holds(found: Mapping[str, float]) -> bool:
-    return found["difference_low"] >= GOAL
-
-
-def draw(flags: ChainFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    benchmarks.draw(flags, figure, rows)
 
 
 STUDY = accuracy.study(
@@ -74,7 +63,7 @@ STUDY = accuracy.study(
     title="Long chains of thought (LServe Table 4)",
     claim="LServe answers as well as dense attention where models reason at length",
     rule=f"lower bound of the paired difference over all prompts at least {GOAL:g} points",
-    holds=holds,
+    holds=lambda v: v["difference_low"] >= GOAL,
     here="the bundled model, chains of 24 to 40 statements at 2,048 tokens, half of the heads "
     "streaming, a budget of 1,024",
     differs="the paper asks AIME and MATH500 of DeepSeek-R1-Distill-Llama-8B",
@@ -84,17 +73,12 @@ STUDY = accuracy.study(
         "dense_aime24": 43.3, "lserve_aime24": 43.3, "dense_math500": 84.2, "lserve_math500": 85.4,
         "difference_points": 0.6,
     },
-    draw=draw,
+    draw=benchmarks.draw,
     quick=accuracy.QUICK | {"tasks": ("cot_long", "cot_32"), "budget": 256},
     minutes=(0.8, 60),
     needs=benchmarks.NEEDS,
-    command=(
-        f"python -m experiments.papers.lserve.duo_gates --model={MODEL} --mix=passkeys=1 "
-        "--steps=2000 --output_dir=results/gates && "
-        f"python -m experiments.papers.lserve.table4_long_chains --model={MODEL} --dtype=bfloat16 "
-        f"--gates={GATES} --problems=aime24.jsonl,math500.jsonl --match=contains "
-        "--contexts=32768 --output_tokens=16384 --budget=4096"
-    ),
+    command=command("table4_long_chains", MODEL, "aime24.jsonl,math500.jsonl", "32768", "contains")
+    + " --output_tokens=16384 --budget=4096",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import knobs
+from experiments.lib import knobs, plots
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
 from models import checkpoint
 from paged.config import EngineConfig
@@ -91,16 +92,10 @@ def values(_: BatchFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: BatchFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Latency over the batch, a panel for each stage."""
-    for axes, stage in zip(figure.subplots(1, 2), STAGES):
-        for length in sorted({row.length for row in rows}):
-            mine = [r for r in rows if (r.stage, r.length, r.change) == (stage, length, "")]
-            axes.plot(
-                [r.batch for r in mine], [r.ms for r in mine], "o-", label=f"{length:,} tokens"
-            )
-        axes.set_title(stage, loc="left", fontsize="medium")
-        axes.set(xlabel="batch (sequences)", ylabel="latency of a step (ms)", ylim=(0, None))
-        axes.legend(frameon=False, fontsize="small")
+    for axes, mine in panels(figure, [row for row in rows if not row.change], "stage"):
+        plots.lines(axes, mine, "batch", "ms", "length", "batch (sequences)", "ms of a step")
+        axes.set_ylim(0)
+        axes.legend(frameon=False, fontsize="small", title="tokens")
 
 
 STUDY = Study(

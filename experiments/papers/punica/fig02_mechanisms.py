@@ -14,13 +14,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
-from matplotlib.patches import Rectangle
 
 from experiments.papers import mechanisms
-from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, box
+from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, arrow, box, tile
 from experiments.papers.vllm import snapshots
+from experiments.papers.vllm.snapshots import engine_of, sampling
 from models import checkpoint
 from models.config import ModelConfig
 from paged.cluster.cluster import Arrival, ClusterRecord
@@ -28,7 +27,6 @@ from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.adapter import Adapter
-from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels.lora import PAGE_RANKS, Segments, sgmv
 from pallas_kernels.lora.work_items import ROWS, padded, work_items
@@ -94,12 +92,10 @@ def serve(arrivals: list[Arrival], **fields: Any) -> Cluster:
 
 
 def request(at: float, prompt: int, tokens: int, adapter: str, seed: int = 0) -> Arrival:
-    how = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
-    return Arrival(at, [5 + seed] * prompt, how, adapter)
+    return Arrival(at, [5 + seed] * prompt, sampling(tokens, seed=seed), adapter)
 
 
 def draw_cluster(figure: FigureBase, found: Cluster) -> None:
-    """Draws the requests of each GPU over time, a line for each request."""
     names = list(dict.fromkeys(
         name for sample in found.samples for of in sample.working_sets.values() for name in of
     ))  # fmt: skip
@@ -127,21 +123,21 @@ def fig02() -> Mechanism:
 
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
-
         box(axes, 0, 1.3, f"Requests of {len({a.adapter for a in arrivals})} LoRA models", GREY, 4)
         box(axes, 5, 1.3, "Scheduler:\nlargest working set with room", COLOURS[0], 4.4)
         for row, gpu in enumerate(GPUS):
             of = busiest.working_sets[gpu]
             box(axes, 10.6, 2.2 - 1.8 * row, f"{gpu}, runner and KV cache\nrunning: {len(of)}",
                 COLOURS[1 + row], 4.4)  # fmt: skip
-            axes.annotate("", (10.45, 2.7 - 1.8 * row), (9.6, 1.8), arrowprops={"arrowstyle": "->"})
-        axes.annotate("", (4.85, 1.8), (4.15, 1.8), arrowprops={"arrowstyle": "->"})
+            arrow(axes, (9.6, 1.8), (10.45, 2.7 - 1.8 * row))
+        arrow(axes, (4.15, 1.8), (4.85, 1.8))
         axes.text(7.2, 0.6, f"{found.loads} loads of adapters, when first used", ha="center",
                   fontsize="small")  # fmt: skip
         axes.set(xlim=(-0.3, 15.4), ylim=(0, 3.6))
         axes.set_axis_off()
 
     return Mechanism(
+        "Fig. 2: scheduler, runners, adapters on demand",
         {
             "gpus_used_while_one_has_room": (sum(used.values()), 1),
             "adapters_loaded": (found.loads, 3),
@@ -172,22 +168,21 @@ def fig03() -> Mechanism:
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
         for token, adapter in enumerate(of.tolist()):
-            for left, width in ((0, 5), (11, 5)):
-                axes.add_patch(Rectangle((left, T - 1 - token), width, 0.92,
-                                         facecolor=COLOURS[adapter]))  # fmt: skip
+            for left in (0, 11):
+                tile(axes, left, T - 1 - token, COLOURS[adapter], width=5, height=0.92)
         at = T
         for adapter, length in enumerate(LENGTHS):
             at -= length
-            axes.add_patch(Rectangle((6.4, at + length / 2 - 0.5), 3, 1, alpha=0.4,
-                                     facecolor=COLOURS[adapter]))  # fmt: skip
-            axes.text(7.9, at + length / 2, f"A$_{adapter + 1}$ B$_{adapter + 1}$", ha="center",
-                      va="center")  # fmt: skip
+            weights = f"A$_{adapter + 1}$ B$_{adapter + 1}$"
+            tile(axes, 6.4, at + length / 2 - 0.5, COLOURS[adapter], weights, width=3, height=1,
+                 size="medium")  # fmt: skip
         for x, name in ((2.5, "x"), (7.9, "weights of each segment"), (13.5, "y")):
             axes.text(x, T + 0.4, name, ha="center")
         axes.set(xlim=(-0.2, 16.2), ylim=(-0.3, T + 1.2))
         axes.set_axis_off()
 
-    return Mechanism({"differs_beyond_rounding": (apart > 1e-5, 0), "segments": (n, 3)}, draw)
+    facts = {"differs_beyond_rounding": (apart > 1e-5, 0), "segments": (n, 3)}
+    return Mechanism("Fig. 3: SGMV, each segment by its own weights", facts, draw)
 
 
 def fig04() -> Mechanism:
@@ -205,7 +200,7 @@ def fig04() -> Mechanism:
     wrong = int((owner[:tokens] != np.repeat(np.arange(len(lengths)), lengths)).sum())
 
     def draw(figure: FigureBase) -> None:
-        axes: Axes = figure.subplots()
+        axes = figure.subplots()
         for i, (slot, base, lo, hi, _) in enumerate(live):
             axes.barh(i, ROWS, left=base, color=FREE)
             axes.barh(i, hi - lo, left=base + lo, color=COLOURS[slot])
@@ -215,6 +210,7 @@ def fig04() -> Mechanism:
         axes.invert_yaxis()
 
     return Mechanism(
+        "Fig. 4: tiles of SGMV's kernels",
         {
             "rows_that_no_tile_has": (int((covered[:tokens] == 0).sum()), 0),
             "rows_that_two_tiles_have": (int((covered > 1).sum()), 0),
@@ -240,6 +236,7 @@ def fig05() -> Mechanism:
     tokens = [s.tokens[moved[0]] for s in found.samples if moved and moved[0] in s.tokens]
     lost = sum(after < before for before, after in pairwise(tokens))
     return Mechanism(
+        "Fig. 5: a request that moves",
         {
             "requests_moved": (len(moved), 1), "evictions": (found.evictions, 1),
             "the_newest_moves": (bool(moved) and moved[0] == names[-1], 1),
@@ -255,15 +252,12 @@ def fig06() -> Mechanism:
     until the last one ends, and a new request waits until then. With a KV cache for each request, a
     request that ends makes room for the new one."""
     lengths, late = (3, 5, 9, 6), 4
-    config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, page_size=4,
-        kv_cache_tokens=256, run_ahead=False, max_prefills_per_step=4,
+    engine = engine_of(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, kv_cache_tokens=256,
+        max_prefills_per_step=4,
     )  # fmt: skip
-    engine = Engine(
-        model(), config, SimulatedExecutor(vocab_size=model().vocab_size, dtype="float32")
-    )
     requests = {
-        f"R{i + 1}": ([5 + i] * 4, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i))
+        f"R{i + 1}": ([5 + i] * 4, sampling(tokens, seed=i))
         for i, tokens in enumerate((*lengths, late))
     }
     shots = snapshots.run(engine, requests, 0, progress=False)
@@ -291,6 +285,7 @@ def fig06() -> Mechanism:
 
     expected = dict(zip(useful, (*lengths, late)))
     return Mechanism(
+        "Fig. 6: a KV cache for the batch wastes steps",
         {
             "steps_wasted_with_one_cache": (wasted, 13),
             "steps_wasted_with_a_cache_each": (
@@ -302,17 +297,9 @@ def fig06() -> Mechanism:
     )  # fmt: skip
 
 
-TITLES = {
-    "fig02": "Fig. 2: scheduler, runners, adapters on demand",
-    "fig03": "Fig. 3: SGMV, each segment by its own weights",
-    "fig04": "Fig. 4: tiles of SGMV's kernels",
-    "fig05": "Fig. 5: a request that moves",
-    "fig06": "Fig. 6: a KV cache for the batch wastes steps",
-}
-
 STUDY = mechanisms.study(
     __file__, "Punica Figs. 2 to 6",
-    dict(zip(TITLES, (fig02, fig03, fig04, fig05, fig06), strict=True)), TITLES,
+    fig02, fig03, fig04, fig05, fig06,
     claim="requests of many adapters are packed, batched, moved and left as the figures show",
     here="two simulated GPUs of steps of a second, SGMV in float32, the engine's scheduler",
     size=(14, 10),

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import knobs
+from experiments.lib import knobs, plots
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
 from models import checkpoint
 from paged.config import EngineConfig
@@ -115,18 +116,10 @@ def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
     return knobs.values(rows, _found, holds)
 
 
-def draw(flags: LayerFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Latency over the batch, a panel for each model and length."""
-    cases = list(dict.fromkeys((row.model, row.length) for row in rows))
-    plain = [row for row in rows if not row.change]
-    for axes, (model, length) in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases):
-        for popularity in (BASE, *POPULARITIES):
-            mine = of(plain, model, length, popularity)
-            style = "--" if popularity == BASE else "o-"
-            axes.plot([r.batch for r in mine], [r.us for r in mine], style, label=popularity)
-        axes.set_title(f"{model}, {length:,} tokens", loc="left", fontsize="medium")
-        axes.set(xlabel="batch (sequences)", ylabel="latency of a layer (µs)", ylim=(0, None))
-    figure.axes[0].legend(frameon=False, fontsize="small")
+def draw(_: LayerFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    for axes, mine in panels(figure, [row for row in rows if not row.change], "model", "length"):
+        plots.lines(axes, mine, "batch", "us", "popularity", "batch (sequences)", "µs of a layer")
+        axes.set_ylim(0)
 
 
 STUDY = Study(

@@ -28,7 +28,6 @@ from experiments.study import Run, Setting, Study, Values, jobs_flag
 from experiments.workloads import popularity, ramp, synthetic_lengths
 from models import checkpoint
 from paged.cluster.cluster import Arrival
-from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
@@ -117,26 +116,18 @@ def arrivals(flags: ClusterFlags) -> list[Arrival]:
     ]  # fmt: skip
 
 
-def cluster_of(
-    flags: ClusterFlags, attention_knob: float = 1.0, host_knob: float = 1.0
-) -> SimulatedCluster:
-    model = checkpoint.load_config(MODEL)
-    cost = StepCost.declare(
-        model, CONFIG, GPU, host=flags.host, attention_knob=attention_knob, host_knob=host_knob
-    )
-    cluster = simulated(
-        model, CONFIG, cost, GPUS, rebalance_s=flags.rebalance_s, keep_outputs=False
-    )
-    for i in range(ADAPTERS):
-        cluster.cluster.add_known_adapter(Adapter(f"a{i}", "", "random", RANK))
-    return cluster
-
-
 def serve(flags: ClusterFlags, change: str) -> list[Row]:
     """The samples of a whole run. change: the changed constant of the clock (`knobs.CHANGES`);
     empty for no change."""
-    serving = cluster_of(flags, **knobs.CHANGES.get(change, {}))
+    model = checkpoint.load_config(MODEL)
+    options: dict[str, Any] = {"host": flags.host} | knobs.CHANGES.get(change, {})
+    cost = StepCost.declare(model, CONFIG, GPU, **options)
+    serving = simulated(
+        model, CONFIG, cost, GPUS, rebalance_s=flags.rebalance_s, keep_outputs=False
+    )
     cluster, rows = serving.cluster, list[Row]()
+    for i in range(ADAPTERS):
+        cluster.add_known_adapter(Adapter(f"a{i}", "", "random", RANK))
     bar = tqdm(total=round(flags.duration_s), desc=change or "plain", unit=" s", leave=False)
 
     def observe(now: float) -> None:
@@ -224,7 +215,6 @@ def holds(found: Mapping[str, float]) -> bool:
 
 
 def table(flags: ClusterFlags, rows: Sequence[Row]) -> str:
-    """The cluster at ten moments."""
     lines = [f"{'time, s':>8}{'req/s':>8}{'tokens/s':>10}{'queued':>8}{'evicted':>9}  batches"]
     mine = [(row, rate) for row, rate in zip(rows, tokens_per_s(rows)) if not row.change]
     for row, rate in mine[:: max(1, len(mine) // 10)]:
@@ -236,7 +226,6 @@ def table(flags: ClusterFlags, rows: Sequence[Row]) -> str:
 
 
 def draw(_: ClusterFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Request rate, throughput, and the batch of each GPU over time, as in the paper."""
     mine = [row for row in rows if not row.change]
     times = [row.time_s for row in mine]
     rate, throughput, sets = figure.subplots(3, 1, sharex=True, height_ratios=[1, 1, 2])

@@ -77,7 +77,6 @@ class LoraFlags(RaceFlags):
 
     @property
     def config(self) -> EngineConfig:
-        """Configuration of the engine without adapters."""
         return EngineConfig(
             max_num_seqs=self.batch, max_prefills_per_step=self.batch, max_model_len=self.longest,
             max_num_batched_tokens=max(512, self.batch), multi_step=self.multi_step,

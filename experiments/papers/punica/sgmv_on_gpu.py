@@ -270,8 +270,6 @@ def growth(mine: Sequence[Row]) -> tuple[float, float | None]:
 
 
 def plot(axes: Axes, mine: Sequence[Row], colour: str, label: str) -> None:
-    """Draws times over the batch size: predicted ones as a dotted line in a band, measured ones as
-    points."""
     x = [row.batch for row in mine]
     low, high = [row.least_us for row in mine], [row.most_us for row in mine]
     axes.fill_between(x, low, high, alpha=0.35, color=colour, linewidth=0)

@@ -24,6 +24,7 @@ from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.presets import padded
 from experiments.lib.report import is_exact
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.drawing import grouped_bars
 from experiments.papers.lserve.gates import BUNDLED_GATES
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks import answer_formats, tasks
@@ -188,23 +189,20 @@ def holds(found: Mapping[str, float]) -> bool:
 
 
 def draw(_: TenantFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Right answers of each tenant; memory, and tokens a second over vLLM's."""
     right, ratios = figure.subplots(1, 2, width_ratios=(3, 2))
     whole = [row for row in rows if row.tenant == ALL]
-    for i, row in enumerate(whole):
-        mine = [r for r in rows if r.policy == row.policy]
-        at = np.arange(len(mine)) + 0.2 * i - 0.3
-        right.bar(at, [100 * r.right / r.requests for r in mine], 0.18, label=row.policy)
-    right.set_xticks(range(len(TENANTS) + 1), [*TENANTS, ALL], rotation=40, ha="right")
-    right.set(ylabel="right answers (%)")
+    shares = {
+        of.policy: [100 * r.right / r.requests for r in rows if r.policy == of.policy]
+        for of in whole
+    }
+    grouped_bars(right, [*TENANTS, ALL], shares, "right answers (%)", rotation=40)
     right.legend(fontsize="small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
     speeds = np.array([row.output_tokens_per_s for row in whole], float)
-    places, memory = np.arange(len(whole)), [row.kv_memory_fraction or 0 for row in whole]
-    ratios.bar(places - 0.2, memory, 0.36, label="KV memory")
-    ratios.bar(places + 0.2, speeds / speeds[0], 0.36, label="tokens a second")
-    ratios.set_xticks(places, [row.policy for row in whole], rotation=20)
-    ratios.set(ylabel="over vLLM's")
-    ratios.legend(fontsize="small")
+    over = {
+        "KV memory": [row.kv_memory_fraction or 0 for row in whole],
+        "tokens a second": list(speeds / speeds[0]),
+    }
+    grouped_bars(ratios, [row.policy for row in whole], over, "over vLLM's", rotation=20)
 
 
 STUDY = Study(

@@ -24,8 +24,9 @@ from matplotlib.figure import Figure
 from experiments import serve
 from experiments.lib import knobs
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.drawing import grouped_bars
 from experiments.papers.vllm.opt import calibrated
-from experiments.study import Run, Values, jobs_flag
+from experiments.study import Run, Setting, Study, Values, jobs_flag
 from experiments.workloads import popularity, synthetic_lengths
 from experiments.workloads.popularity import POPULARITIES
 from experiments.workloads.workloads import Request
@@ -39,6 +40,7 @@ from paged.simulator.step_cost import StepCost
 
 CONTEXT, BATCH, RANK = 2048, 32, 16
 NO_HOST = "no host time"
+TOLERANCE, FLAT = 0.15, 0.9
 
 
 @dataclass(frozen=True)
@@ -251,20 +253,60 @@ def table(_: TextFlags, rows: Sequence[Row]) -> str:
 
 
 def draw(_: TextFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Bars of all systems for each popularity, a panel for each model."""
     servers = list(dict.fromkeys(row.server for row in rows))
     for axes, server in zip(figure.subplots(1, len(servers), squeeze=False).flat, servers):
-        mine = [row for row in rows if row.server == server and not row.change]
-        systems = list(dict.fromkeys(row.system for row in mine))
-        width = 0.8 / len(systems)
-        for i, system in enumerate(systems):
-            places = np.arange(len(POPULARITIES)) - 0.4 + (i + 0.5) * width
-            bars = axes.bar(
-                places, [row.tokens_per_s for row in mine if row.system == system], width,
-                label=system,
-            )  # fmt: skip
-            axes.bar_label(bars, fmt="{:,.0f}", fontsize="x-small")
-        axes.set_xticks(np.arange(len(POPULARITIES)), POPULARITIES)
-        axes.set_ylabel("output tokens/s")
+        groups: dict[str, list[float]] = {}
+        for row in rows:
+            if row.server == server and not row.change:
+                groups.setdefault(row.system, []).append(row.tokens_per_s)
+        grouped_bars(axes, POPULARITIES, groups, "output tokens/s", "{:,.0f}")
         axes.set_title(f"Llama-2-{server}", loc="left", fontsize="medium")
-    figure.axes[0].legend(frameon=False, fontsize="small")
+
+
+def holds(found: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> bool:
+    """bounds: the paper's least and most rate of Punica, by server."""
+    return all(
+        all(
+            least * (1 - TOLERANCE) <= found[f"{server}_punica_{p}"] <= most * (1 + TOLERANCE)
+            for p in POPULARITIES
+        )
+        and found[f"{server}_punica_distinct"] > 10 * found[f"{server}_vllm_distinct"]
+        and found[f"{server}_slowest_over_fastest"] >= FLAT
+        for server, (least, most) in bounds.items()
+    )
+
+
+def study(
+    file: str, systems: Sequence[str], bounds: Mapping[str, tuple[float, float]], *, title: str,
+    claim: str, here: str, differs: str, paper: Mapping[str, float | tuple[float, float]],
+    minutes: tuple[float, float], size: tuple[float, float],
+) -> Study[TextFlags, Row]:  # fmt: skip
+    """A study of the servers in `bounds`. For bounds see `holds`.
+
+    paper: the paper's values beside Punica's rates.
+    """
+    of_punica: dict[str, float | tuple[float, float]] = {
+        f"{server}_punica_{p}": most if least == most else (least, most)
+        for server, (least, most) in bounds.items()
+        for p in POPULARITIES
+    }
+
+    def is_held(found: Mapping[str, float]) -> bool:
+        return holds(found, bounds)
+
+    return Study(
+        file, title=title, kind="simulated", claim=claim, holds=is_held,
+        rule=f"within {TOLERANCE:.0%} for each popularity, the slowest at {FLAT} of the fastest, "
+        "and ten times vLLM's where adapters are distinct",
+        setting=Setting(
+            f"{here} by data sheet (experiments.fit_cost_model), 1,000 requests of 161 and 101 "
+            "tokens in the mean, batches of 32, adapters of rank 16, host punica",
+            "lengths are log-normal, with ShareGPT's sigma as vLLM's Fig. 13 calibrates it; "
+            f"{differs}",
+            "paper",
+        ),
+        flags=TextFlags, measure=lambda flags, run: measure(flags, run, list(bounds), systems),
+        values=lambda _, rows: values(rows, is_held), paper=of_punica | dict(paper), draw=draw,
+        table=table, tolerance=TOLERANCE, quick={"requests": 150, "knobs": False},
+        minutes=minutes, size=size,
+    )  # fmt: skip

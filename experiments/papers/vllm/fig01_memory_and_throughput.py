@@ -74,11 +74,10 @@ def values(flags: MemoryFlags, points: Sequence[Changed]) -> Values:
     most = found[f"most_batch_{EXISTING}"]
     assert most is not None
     batches, used = zip(*paged)
-    below = opt.crossing(used, batches, most)
     return {
         "weights_share": counted.weights_gb / MEMORY_GB,
         "kv_share": counted.kv_gib / counted.memory_gib,
-        "kv_used_at_batch": below,
+        "kv_used_at_batch": opt.crossing(used, batches, most),
         **found,
     }
 
@@ -95,9 +94,7 @@ def draw(_: MemoryFlags, figure: Figure, points: Sequence[Changed]) -> None:
     pie.pie([*shares, 1 - sum(shares)], labels=["weights", "KV cache", "others"],
             autopct="%.0f %%")  # fmt: skip
     for policy in (EXISTING, "vllm"):
-        mine = sorted(
-            (p for p in points if p.policy == policy and not p.change), key=lambda p: p.rate
-        )
+        mine = [p for p in points if p.policy == policy and not p.change]
         batches = [p.batch for p in mine]
         held = [p.kv_used * counted.kv_gib for p in mine]
         memory.plot(batches, held, "o-", label=policy)

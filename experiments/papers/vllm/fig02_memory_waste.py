@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from experiments import serve
 from experiments.lib import report
 from experiments.lib.plots import MEMORY_COLOURS
-from experiments.lib.typed_flags import Flags, flag
+from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.fig13_batched_requests import RATES
 from experiments.papers.vllm.opt import Case
+from experiments.papers.vllm.rates import TraceFlags
 from experiments.study import Run, Setting, Study, Values, jobs_flag
-from paged.simulator.step_cost import HOSTS
 
 # Percent of memory: token states, reserved, internal fragmentation, external fragmentation with
 # others. Oracle's 25.2 is in "reserved": with known output lengths there is no internal one.
@@ -34,13 +34,8 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class WasteFlags(Flags):
+class WasteFlags(TraceFlags):
     duration_s: float = flag(3600.0, "seconds of arrivals; an hour is the paper's", least=1)
-    sigma: float = flag(
-        0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
-    )
-    host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
-    seed: int = flag(0, "of lengths and arrivals", least=0)
     jobs: int = jobs_flag()
 
 
@@ -78,7 +73,7 @@ def serve_case(case: Case) -> Row:
 def measure(flags: WasteFlags, run: Run) -> Iterator[Row]:
     of = partial(
         Case, "13b", "sharegpt", rate=RATES["sharegpt"], duration_s=flags.duration_s,
-        sigma=flags.sigma or opt.calibrated("sharegpt"), seed=flags.seed, host=flags.host,
+        sigma=flags.sigma_of("sharegpt"), seed=flags.seed, host=flags.host,
     )  # fmt: skip
     yield from run.at_once(serve_case, [of(policy=policy) for policy in PAPER], flags.jobs)
 
@@ -89,7 +84,6 @@ def values(_: WasteFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(_: WasteFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    """Draws the shares beside the paper's shares (hatched)."""
     axes, places = figure.subplots(), np.arange(len(rows))
     ours = [[getattr(row, name) for name in report.MEMORY] for row in rows]
     paper = [np.divide(PAPER[row.policy], 100) for row in rows]

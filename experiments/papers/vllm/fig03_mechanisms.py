@@ -17,47 +17,27 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from experiments.lib.plots import MEMORY_COLOURS
 from experiments.papers import mechanisms
-from experiments.papers.mechanisms import COLOURS, FREE, Mechanism, box
+from experiments.papers.mechanisms import COLOURS, FREE, Mechanism, arrow, box, tile
 from experiments.papers.vllm import snapshots
-from experiments.papers.vllm.snapshots import Snapshot
-from models import checkpoint
-from paged.engine import Engine, EngineConfig
+from experiments.papers.vllm.snapshots import BLOCK, Snapshot, engine_of, sampling
 from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
-from paged.simulator.executor import SimulatedExecutor
 from pallas_kernels.paged_attention import paged_attention
 
-BLOCK = 4
 A = "Four score and seven years ago our".split()
 A_GOES_ON = ["fathers", "brought", "forth"]
 B = "It was the best of times".split()
 PREFIX = "sea otter is loutre de mer peppermint is".split()
 TASKS = {"A": ["cheese", "is"], "B": ["plush", "girafe"]}
 IDS: dict[str, int] = {}
-FILES = "fig03", "fig04", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10"
 
 
 def ids(words: Sequence[str]) -> list[int]:
-    """A token for each word."""
     return [IDS.setdefault(word, 10 + len(IDS)) for word in words]
-
-
-def engine_of(**fields: Any) -> Engine:
-    """An engine whose executor makes up tokens instead of running the model."""
-    model = checkpoint.load_config("bundled")
-    config = EngineConfig(**{
-        "page_size": BLOCK, "kv_cache_tokens": 12 * BLOCK, "max_num_seqs": 8, "max_model_len": 32,
-        "max_num_batched_tokens": 32, "run_ahead": False,
-    } | fields)  # fmt: skip
-    return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size, dtype="float32"))
-
-
-def sampling(tokens: int = 4, **how: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=tokens, ignore_eos=True, **how)
 
 
 def shots_of(
@@ -90,12 +70,11 @@ def draw_tables(axes: Axes, shot: Snapshot, title: str, colour: Mapping[tuple, s
     blocks = min(len(shot.refcounts) - 1, max(shot.device) + 2)
     for block in range(1, blocks + 1):
         owners = shot.device.get(block, [])
-        axes.add_patch(Rectangle((block - 1, 0), 0.9, 0.8, facecolor=FREE, edgecolor="white"))
+        tile(axes, block - 1, 0, FREE)
         for i, owner in enumerate(owners):
+            shade, height = colour[owner.request, owner.sequence], 0.8 / len(owners)
             width = 0.9 * owner.filled / BLOCK
-            height = 0.8 / len(owners)
-            axes.add_patch(Rectangle((block - 1, i * height), width, height,
-                                     facecolor=colour[owner.request, owner.sequence]))  # fmt: skip
+            tile(axes, block - 1, i * height, shade, width=width, height=height)
         if shot.refcounts[block] > 1:
             axes.text(block - 0.55, 0.4, f"×{shot.refcounts[block]}", ha="center", va="center",
                       color="white", fontsize="small", weight="bold")  # fmt: skip
@@ -107,8 +86,8 @@ def draw_tables(axes: Axes, shot: Snapshot, title: str, colour: Mapping[tuple, s
         axes.text(-0.4, y + 0.4, name, ha="right", va="center", fontsize="small")
         for logical, (block, filled) in enumerate(table(shot, request, sequence)):
             shade = colour[request, sequence]
-            axes.add_patch(Rectangle((logical, y), 0.9, 0.8, facecolor=FREE, edgecolor="white"))
-            axes.add_patch(Rectangle((logical, y), 0.9 * filled / BLOCK, 0.8, facecolor=shade))
+            tile(axes, logical, y, FREE)
+            tile(axes, logical, y, shade, width=0.9 * filled / BLOCK)
             axes.plot([logical + 0.45, block - 0.55], [y, 0.8], color=shade, linewidth=0.8)
     axes.set(xlim=(-1.2, blocks), ylim=(-0.8, 2.2 + 1.1 * max(2, len(rows))))
     axes.set_title(title, fontsize="small", loc="left")
@@ -157,6 +136,7 @@ def fig03() -> Mechanism:
 
     parts = step.kv_token_states, step.kv_reserved, step.kv_internal
     return Mechanism(
+        "Fig. 3: memory of a system that reserves, Orca (Max)",
         {
             "token_states": (parts[0], 8), "reserved": (parts[1], 2),
             "internal_fragmentation": (parts[2], 2038), "slots_of_a_request": (sum(parts), 2048),
@@ -187,13 +167,14 @@ def fig04() -> Mechanism:
             box(axes, 1 + 6 * worker, 0.8,
                 f"Worker {worker}: cache engine, model shard\n{heads} KV heads of every block",
                 COLOURS[3], 5)  # fmt: skip
-            axes.annotate("", (3.5 + 6 * worker, 1.95), (6, 3.1), arrowprops={"arrowstyle": "->"})
+            arrow(axes, (6, 3.1), (3.5 + 6 * worker, 1.95))
         for x in (3.15, 8.15):
-            axes.annotate("", (x + 0.75, 3.7), (x, 3.7), arrowprops={"arrowstyle": "<->"})
+            arrow(axes, (x, 3.7), (x + 0.75, 3.7), "<->")
         axes.set(xlim=(-0.5, 13), ylim=(0.4, 4.6))
         axes.set_axis_off()
 
     return Mechanism(
+        "Fig. 4: one manager, many workers",
         {"blocks_of_a": (blocks, 2), "kv_heads_of_workers": (
             workers * heads, engine.model.num_kv_heads)},
         draw,
@@ -233,7 +214,7 @@ def fig05() -> Mechanism:
                        loc="right")  # fmt: skip
 
     facts = {"differs_beyond_rounding": (apart > 1e-6, 0), "blocks": (len(where), 3)}
-    return Mechanism(facts, draw)
+    return Mechanism("Fig. 5: attention over blocks that lie apart", facts, draw)
 
 
 def fig06() -> Mechanism:
@@ -243,6 +224,7 @@ def fig06() -> Mechanism:
     filled = [[count for _, count in table(shot, "A")] for shot in shots[:3]]
     titles = ("the prompt, 7 tokens", f"'{A_GOES_ON[0]}' fills a block", "and the next needs one")
     return Mechanism(
+        "Fig. 6: a block table, as a request grows",
         {
             "blocks_of_the_prompt": (len(filled[0]), 2), "filled_of_its_last": (filled[0][-1], 3),
             "blocks_after_a_token": (len(filled[1]), 2), "filled_then": (filled[1][-1], 4),
@@ -259,6 +241,7 @@ def fig07() -> Mechanism:
     blocks = [block for name in "AB" for block, _ in table(together, name)]
     waste = sum(BLOCK - filled for name in "AB" for _, filled in table(together, name))
     return Mechanism(
+        "Fig. 7: two requests",
         {
             "blocks_of_a": (len(table(together, "A")), 3), "shared": (max(together.refcounts), 1),
             "blocks_of_b": (len(table(together, "B")), 2),
@@ -277,6 +260,7 @@ def fig08() -> Mechanism:
     copies = sum("copy block" in text for text in written.happened)
     titles = "both samples share the prompt", "A0 writes: the last block is copied", "each goes on"
     return Mechanism(
+        "Fig. 8: parallel samples, copy on write",
         {
             "references_of_the_prompts_blocks": (min(prompt.refcounts[b] for b, _ in first[:1]), 2),
             "copies": (copies, 1), "first_block_shared": (first[0] == second[0], 1),
@@ -297,6 +281,7 @@ def fig09() -> Mechanism:
     alone = sum(len(table(last, "A", beam)) for beam in range(4))
     seen = {block for shot in shots for block in shot.device}
     return Mechanism(
+        "Fig. 9: a beam search of width four",
         {
             "owners_of_the_first_block": (last.refcounts[table(last, "A")[0][0]], 4),
             "candidates": (len(sequences(last)), 4),
@@ -318,6 +303,7 @@ def fig10() -> Mechanism:
     a, b = ([block for block, _ in table(both, name)] for name in "AB")
     shared = [block for block in a if block in b]
     return Mechanism(
+        "Fig. 10: a shared prefix",
         {
             "blocks_of_the_prefix": (len(shared), len(PREFIX) // BLOCK),
             "references": (both.refcounts[shared[0]], 2),
@@ -327,20 +313,9 @@ def fig10() -> Mechanism:
     )  # fmt: skip
 
 
-TITLES = {
-    "fig03": "Fig. 3: memory of a system that reserves, Orca (Max)",
-    "fig04": "Fig. 4: one manager, many workers",
-    "fig05": "Fig. 5: attention over blocks that lie apart",
-    "fig06": "Fig. 6: a block table, as a request grows",
-    "fig07": "Fig. 7: two requests",
-    "fig08": "Fig. 8: parallel samples, copy on write",
-    "fig09": "Fig. 9: a beam search of width four",
-    "fig10": "Fig. 10: a shared prefix",
-}
-
 STUDY = mechanisms.study(
     __file__, "vLLM Figs. 3 to 10",
-    dict(zip(FILES, (fig03, fig04, fig05, fig06, fig07, fig08, fig09, fig10), strict=True)), TITLES,
+    fig03, fig04, fig05, fig06, fig07, fig08, fig09, fig10,
     claim="blocks are mapped, grown, shared, copied when written and freed as the figures show",
     here="the figures' own prompts in blocks of 4 tokens, by the engine's scheduler and allocators",
     size=(15, 15),

@@ -3,8 +3,8 @@
     python -m experiments.papers.vllm.fig11_lengths
 
 The paper prints the means and plots the distributions. Lengths here are drawn from log-normals with
-these means, clipped to the model's context. Their one free parameter, sigma, comes from the
-committed result of fig13_batched_requests, which calibrates sigma on Orca (Oracle)'s batch alone.
+these means, clipped to the model's context. Their one free parameter, sigma, is calibrated by
+fig13_batched_requests.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

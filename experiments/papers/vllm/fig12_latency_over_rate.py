@@ -2,26 +2,20 @@
 
     python -m experiments.papers.vllm.fig12_latency_over_rate --panels=a,d
 
-Six panels: OPT-13B, 66B and 175B under the lengths of ShareGPT (a, b, c) and Alpaca (d, e, f). The
-sigma of the lengths was calibrated by `fig13_batched_requests` on Orca (Oracle), for OPT-13B at one
-rate; no other parameter is fitted. `rates` finds the sustained rate of each system.
-
+Six panels: OPT-13B, 66B and 175B under the lengths of ShareGPT (a, b, c) and Alpaca (d, e, f). No
+parameter is fitted but the lengths' sigma, on OPT-13B at one rate (`fig13_batched_requests`).
 A minute of Alpaca's arrivals is short for FasterTransformer: at its rates in panels e and f only 15
 to 60 requests arrive, and their lengths decide the sustained rate.
-
-By default (--knobs) the rates of vLLM and Orca (Oracle) in panel a are also computed with the
-assumed times of attention and of the host at ±20 %. The changes show how far the result depends on
-the assumptions.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt, rates
 from experiments.papers.vllm.opt import POLICIES, Case
-from experiments.papers.vllm.rates import Point, RateFlags
-from experiments.study import Run, Setting, Study
+from experiments.papers.vllm.rates import RateFlags
+from experiments.study import Setting
 
 PANELS = {
     "a": ("13b", "sharegpt"), "b": ("66b", "sharegpt"), "c": ("175b", "sharegpt"),
@@ -36,7 +30,6 @@ CLAIMS = {
     if dataset == "sharegpt" or system == "fastertransformer"
 }
 LONGEST_S = {"13b": 3600.0, "66b": 3600.0, "175b": 900.0}  # duration of the paper's traces, seconds
-VARIED = ("a",)
 LEAST_RATE = {"sharegpt": 0.1, "alpaca": 1.0}  # first rate of FasterTransformer's sweep, requests/s
 
 
@@ -52,7 +45,6 @@ class LatencyFlags(RateFlags):
 
 
 def cases_of(name: str, flags: LatencyFlags) -> list[Case]:
-    """The cases of a panel, one for each system."""
     server, dataset = PANELS[name]
     return [
         Case(
@@ -63,25 +55,21 @@ def cases_of(name: str, flags: LatencyFlags) -> list[Case]:
     ]  # fmt: skip
 
 
-def measure(flags: LatencyFlags, run: Run) -> Iterator[Point]:
-    panels = {name: cases_of(name, flags) for name in flags.panels}
-    yield from rates.measure(flags, run, panels, VARIED)
-
-
 def holds(found: Mapping[str, float]) -> bool:
     """Whether all ratios are in the ranges of CLAIMS. Raises KeyError for missing panels."""
     ratios = {name: found[name] for name in CLAIMS}
     return all(low <= ratios[name] <= high for name, (low, high) in CLAIMS.items())
 
 
-STUDY = Study(
+STUDY = rates.study(
     __file__,
+    LatencyFlags,
+    lambda flags: {name: cases_of(name, flags) for name in flags.panels},
+    holds,
     title="Normalised latency over the request rate (vLLM Fig. 12)",
-    kind="simulated",
     claim="at equal latency vLLM sustains 1.7 to 2.7 times the rate of Orca (Oracle) and 2.7 to 8 "
     "times that of Orca (Max) on ShareGPT, and up to 22 times FasterTransformer's",
     rule="each ratio of panels a to c, and FasterTransformer's of all panels, in these bounds",
-    holds=holds,
     setting=Setting(
         f"a and d: {opt.setting('13b', 'vllm')}; b and e: OPT-66B on four A100-40; c and f: "
         "OPT-175B on eight A100-80; rates compared at 0.3 s/token",
@@ -91,14 +79,10 @@ STUDY = Study(
         "in panel a alone",
         "reduced",
     ),
-    flags=LatencyFlags,
-    measure=measure,
-    values=lambda flags, points: rates.values(flags, points, holds),
     paper=CLAIMS,
-    draw=rates.draw,
-    table=rates.table,
+    varied=("a",),
     tolerance=0.0,
-    quick={"sharegpt_s": 120.0, "alpaca_s": 20.0, "knobs": False},
+    quick={"sharegpt_s": 120.0, "alpaca_s": 20.0},
     minutes=(2, 10),
     size=(12.6, 6.8),
 )

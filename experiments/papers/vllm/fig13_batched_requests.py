@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from matplotlib.figure import Figure
 
 from experiments.lib import knobs
-from experiments.lib.typed_flags import Flags, flag
+from experiments.lib.typed_flags import flag
+from experiments.papers.drawing import grouped_bars
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
+from experiments.papers.vllm.rates import Changed, TraceFlags, changed
 from experiments.study import Run, Setting, Study, Values, jobs_flag
-from paged.simulator.step_cost import HOSTS
 
 RATES = {"sharegpt": 2.0, "alpaca": 30.0}  # requests/s
 ORACLE = "orca_oracle"
@@ -35,7 +36,7 @@ TOLERANCE = 0.15
 
 
 @dataclass(frozen=True)
-class BatchFlags(Flags):
+class BatchFlags(TraceFlags):
     datasets: tuple[str, ...] = flag(tuple(RATES), "whose mean lengths count", choices=tuple(RATES))
     sharegpt_s: float = flag(
         3600.0, "seconds of ShareGPT's arrivals; an hour is the paper's", least=1
@@ -43,17 +44,7 @@ class BatchFlags(Flags):
     alpaca_s: float = flag(3600.0, "seconds of Alpaca's arrivals; an hour is the paper's", least=1)
     sigma: float = flag(0.0, "of the lengths; 0: calibrated on Orca (Oracle)", least=0, most=3)
     causes: bool = flag(False, "also run vLLM with one thing changed at a time")
-    host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
-    seed: int = flag(0, "of lengths and arrivals", least=0)
     jobs: int = jobs_flag()
-
-
-@dataclass(frozen=True)
-class Batch(Row):
-    """A run. change: CALIBRATION, or the changed constant (a name of `causes`); empty for the
-    figure's own runs."""
-
-    change: str = ""
 
 
 def calibrate(rows: Sequence[Row], dataset: str) -> float:
@@ -63,20 +54,11 @@ def calibrate(rows: Sequence[Row], dataset: str) -> float:
     return opt.crossing([row.sigma for row in rows], [row.batch for row in rows], wanted)
 
 
-def causes(case: Case) -> dict[str, Case]:
-    """Copies of `case` with one change each, by the change's name."""
-    return {
-        "no host time": replace(case, host="none"),
-        **knobs.varied(case),
-        "a sixth of the trace": replace(case, duration_s=case.duration_s / 6),
-        "requests always wait": replace(case, rate=2 * case.rate, duration_s=case.duration_s / 6),
-    }
+def measure(flags: BatchFlags, run: Run) -> Iterator[Changed]:
+    """Runs whose change is CALIBRATION, a cause, or empty for the figure's own."""
 
-
-def measure(flags: BatchFlags, run: Run) -> Iterator[Batch]:
-    def batches(cases: Sequence[Case], changes: Sequence[str]) -> Iterator[Batch]:
-        for row, change in zip(run.at_once(opt.run, cases, flags.jobs), changes):
-            yield Batch(**vars(row) | {"change": change})
+    def batches(cases: Sequence[tuple[str, Case]]) -> Iterator[Changed]:
+        return changed(run, opt.run, cases, flags.jobs)
 
     for dataset in flags.datasets:
         oracle = Case(
@@ -84,25 +66,28 @@ def measure(flags: BatchFlags, run: Run) -> Iterator[Batch]:
             getattr(flags, f"{dataset}_s"), flags.seed, flags.host,
         )  # fmt: skip
         if not flags.sigma:
-            of_sigmas = [replace(oracle, sigma=sigma) for sigma in SIGMAS]
-            tried = list(batches(of_sigmas, [CALIBRATION] * len(SIGMAS)))
+            tried = list(batches([(CALIBRATION, replace(oracle, sigma=s)) for s in SIGMAS]))
             yield from tried
             if run.stopped():
                 return
             oracle = replace(oracle, sigma=calibrate(tried, dataset))
-        systems = [replace(oracle, policy=policy) for policy in PAPER[dataset]]
-        yield from batches(systems, [""] * len(systems))
+        yield from batches([("", replace(oracle, policy=policy)) for policy in PAPER[dataset]])
         if flags.causes:
-            changed = causes(replace(oracle, policy="vllm"))
-            yield from batches(list(changed.values()), list(changed))
+            vllm, sixth = replace(oracle, policy="vllm"), oracle.duration_s / 6
+            causes = {
+                "no host time": replace(vllm, host="none"),
+                **knobs.varied(vllm),
+                "a sixth of the trace": replace(vllm, duration_s=sixth),
+                "requests always wait": replace(vllm, rate=2 * vllm.rate, duration_s=sixth),
+            }
+            yield from batches(list(causes.items()))
 
 
-def of_figure(rows: Sequence[Batch], dataset: str) -> dict[str, Batch]:
-    """The figure's runs of a dataset, by policy."""
+def of_figure(rows: Sequence[Changed], dataset: str) -> dict[str, Changed]:
     return {row.policy: row for row in rows if row.dataset == dataset and not row.change}
 
 
-def values(_: BatchFlags, rows: Sequence[Batch]) -> Values:
+def values(_: BatchFlags, rows: Sequence[Changed]) -> Values:
     numbers: dict[str, float | None] = {}
     for dataset in dict.fromkeys(row.dataset for row in rows):
         found = of_figure(rows, dataset)
@@ -133,9 +118,7 @@ def most_off(found: Mapping[str, float]) -> float:
     return max(abs(found[name] / PAPER_VALUES[name] - 1) for name in PREDICTED)
 
 
-def table(_: BatchFlags, rows: Sequence[Batch]) -> str:
-    """Each run's batch beside the paper's batch, with the mean decode step and the preemptions. The
-    last lines are vLLM's runs with one change each."""
+def table(_: BatchFlags, rows: Sequence[Changed]) -> str:
     lines = [f"{'requests that run':32}{'here':>8}{'paper':>8}{'step, ms':>10}{'preempted':>11}"]
     for row in rows:
         if row.change == CALIBRATION:
@@ -150,20 +133,16 @@ def table(_: BatchFlags, rows: Sequence[Batch]) -> str:
     return "\n".join(lines)
 
 
-def draw(_: BatchFlags, figure: Figure, rows: Sequence[Batch]) -> None:
+def draw(_: BatchFlags, figure: Figure, rows: Sequence[Changed]) -> None:
     datasets = list(dict.fromkeys(row.dataset for row in rows))
     for axes, dataset in zip(figure.subplots(1, len(datasets), squeeze=False).flat, datasets):
         found = of_figure(rows, dataset)
-        for offset, batches, label in (
-            (-0.2, [row.batch for row in found.values()], "simulated"),
-            (0.2, [PAPER[dataset][policy] for policy in found], "vLLM Fig. 13"),
-        ):
-            bars = axes.bar([i + offset for i in range(len(found))], batches, 0.38, label=label)
-            axes.bar_label(bars, fmt="{:.2f}", fontsize="small")
-        axes.set_xticks(range(len(found)), list(found))
-        axes.set_ylabel("requests that run, on average")
+        groups = {
+            "simulated": [row.batch for row in found.values()],
+            "vLLM Fig. 13": [PAPER[dataset][policy] for policy in found],
+        }
+        grouped_bars(axes, list(found), groups, "requests that run, on average", "{:.2f}")
         axes.set_title(f"{dataset}, {RATES[dataset]:g} requests/s", loc="left", fontsize="medium")
-        axes.legend(frameon=False)
 
 
 STUDY = Study(

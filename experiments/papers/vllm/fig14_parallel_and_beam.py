@@ -4,11 +4,10 @@
 
 OPT-13B under Alpaca's lengths, with 2, 4 and 6 sequences a request. The parents of beams are
 replayed from beam searches of the bundled model, recorded by `fig15_sharing_savings`. Orca shares
-no blocks. It reserves memory for each sequence, and its beams run as parallel samples. Orca's KV
-copies between beams take no time in this simulation.
+no blocks: it reserves memory for each sequence, and its beams run as parallel samples.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +16,11 @@ from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt, rates
 from experiments.papers.vllm.opt import Case
 from experiments.papers.vllm.rates import Point, RateFlags
-from experiments.study import Run, Setting, Study, Values
+from experiments.study import Setting, Values
 
 SYSTEMS = ("orca_max", "orca_pow2", "orca_oracle", "vllm")
 SIZES = (2, 4, 6)
 PANELS = {f"{method}{size}": (method, size) for method in ("parallel", "beam") for size in SIZES}
-VARIED = ("beam6",)
 FIRST_RATE = 8.0  # sequences/s, about the rate that Orca (Max) sustains
 # Blocks saved by sharing (Fig. 15), and the gain over Oracle (§6.3).
 PAPER = {
@@ -39,7 +37,6 @@ class SharingFlags(RateFlags):
 
 
 def cases_of(name: str, flags: SharingFlags) -> list[Case]:
-    """The cases of a panel, one for each system."""
     method, size = PANELS[name]
     best_of, beam_width = (size, 1) if method == "parallel" else (1, size)
     return [
@@ -51,20 +48,14 @@ def cases_of(name: str, flags: SharingFlags) -> list[Case]:
     ]  # fmt: skip
 
 
-def measure(flags: SharingFlags, run: Run) -> Iterator[Point]:
-    panels = {name: cases_of(name, flags) for name in flags.panels}
-    yield from rates.measure(flags, run, panels, VARIED)
-
-
-def values(flags: SharingFlags, points: Sequence[Point]) -> Values:
-    """`rates.values`, and PANEL_saving: vLLM's saving in the run nearest to its sustained rate."""
-    found = rates.values(flags, points, holds)
-    savings: dict[str, float | None] = {}
+def savings(flags: SharingFlags, points: Sequence[Point]) -> Values:
+    """PANEL_saving: vLLM's saving in the run nearest to its sustained rate."""
+    found: dict[str, float | None] = {}
     for name in rates.names(points):
         mine = [point for point in rates.of_panel(points, name) if point.policy == "vllm"]
         rate = rates.sustained(mine, "vllm", flags.latency_s)
-        savings[f"{name}_saving"] = min(mine, key=lambda p: abs(np.log(p.rate / rate))).saving
-    return {**found, **savings}
+        found[f"{name}_saving"] = min(mine, key=lambda p: abs(np.log(p.rate / rate))).saving
+    return found
 
 
 def holds(found: Mapping[str, float]) -> bool:
@@ -76,14 +67,15 @@ def holds(found: Mapping[str, float]) -> bool:
     )
 
 
-STUDY = Study(
+STUDY = rates.study(
     __file__,
+    SharingFlags,
+    lambda flags: {name: cases_of(name, flags) for name in flags.panels},
+    holds,
     title="Parallel sampling and beam search over the request rate (vLLM Fig. 14)",
-    kind="simulated",
     claim="the more sequences a request has, the more vLLM gains over Orca, and more with beam "
     "search: 1.3 times Orca (Oracle)'s rate in basic sampling, 2.3 times with a beam width of 6",
     rule="the gain over Oracle grows from 2 to 6 sequences in each row, and is larger with beams",
-    holds=holds,
     setting=Setting(
         opt.setting("13b", "vllm"),
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); ancestries of "
@@ -91,13 +83,10 @@ STUDY = Study(
         "last a minute (paper: an hour); the constants are changed in beam6 alone",
         "reduced",
     ),
-    flags=SharingFlags,
-    measure=measure,
-    values=values,
     paper=PAPER,
-    draw=rates.draw,
-    table=rates.table,
-    quick={"duration_s": 15.0, "knobs": False},
+    varied=("beam6",),
+    more=savings,
+    quick={"duration_s": 15.0},
     minutes=(1, 3),
     size=(12.6, 6.8),
 )

@@ -20,6 +20,7 @@ parent among the beams before the step. Before the first step there is one beam.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -106,26 +107,22 @@ def story_tokens(tokenizer, length: int, seed: int) -> list[int]:
 
 def make_requests(
     dataset: str, num_requests: int, sigma: float, limit: int, scale: float, seed: int, tokenizer
-) -> tuple[list[Request], dict[str, Any]]:
-    """Requests with stories as prompts, and notes on their lengths.
-
-    Lengths are the dataset's lengths times `scale`. Prompt and output have at most `limit` tokens
-    together.
-    Raises ValueError for a limit below 2 * scale + 2.
-    """
+) -> list[Request]:
+    """Requests with stories as prompts, with the dataset's lengths times `scale`. Prompt and output
+    have at most `limit` tokens together. Raises ValueError for a limit below 2 * scale + 2."""
     longest = min(PAPER_CONTEXT, int((limit - 2) / scale))  # both lengths may be rounded up
     if longest < 2:
         raise ValueError(
             f"--kv_cache_tokens and --max_model_len leave {limit} tokens for each sequence of a "
             f"request: too few for a prompt and an output"
         )
-    lengths, notes = synthetic_lengths.draw(num_requests, dataset, sigma, longest, seed)
+    lengths, _ = synthetic_lengths.draw(num_requests, dataset, sigma, longest, seed)
     requests = []
     for i, pair in enumerate(lengths):
         prompt, output = (max(1, round(scale * length)) for length in pair)
         tokens = story_tokens(tokenizer, prompt, seed + i)
         requests.append(Request(0.0, tokens, output, ignore_eos=True))
-    return requests, notes | {"length_scale": scale}
+    return requests
 
 
 def how_to_sample(method: str, sequences: int) -> SamplingParams:
@@ -186,7 +183,7 @@ def requests_of(flags: SharingFlags) -> dict[str, list[Request]]:
         dataset: make_requests(
             dataset, count, flags.length_sigma, min(config.max_model_len, room),
             flags.length_scale, flags.seed, tokenizer,
-        )[0]
+        )
         for dataset, count in counts.items()
     }  # fmt: skip
 
@@ -199,12 +196,11 @@ def measure(flags: SharingFlags, run: Run) -> Iterator[Row]:
     engine = load_engine(config_of(flags), **loading(flags))
     engine.warm_up()
     trees: list[dict[str, Any]] = []
-    for dataset, requests in requests_of(flags).items():
-        for method in METHODS:
-            for size in sorted(set(flags.sequences)):
-                row, of_case = run_case(engine, dataset, method, size, requests, flags.seed)
-                trees += of_case
-                yield row
+    sizes = sorted(set(flags.sequences))
+    for (dataset, asked), method, size in product(requests_of(flags).items(), METHODS, sizes):
+        row, of_case = run_case(engine, dataset, method, size, asked, flags.seed)
+        trees += of_case
+        yield row
     lines = (tree | {"parents": " ".join(map(word, tree["parents"]))} for tree in trees)
     run_record.write_json_lines(run.folder, GENEALOGIES, lines)
 
@@ -220,7 +216,6 @@ def values(_: SharingFlags, rows: Sequence[Row]) -> Values:
 
 
 def _draw_case(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draws savings of one dataset and method beside the paper's (Fig. 15), in per cent."""
     dataset, method = rows[0].dataset, rows[0].method
     of_size = PAPER.get((dataset, method), {})
     places, aside = np.arange(len(rows)), 0.2 if of_size else 0.0
@@ -243,20 +238,8 @@ def _draw_case(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def draw(_: SharingFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    for axes, key in zip(figure.subplots(2, 2).flat, [(d, m) for d in DATASETS for m in METHODS]):
+    for axes, key in zip(figure.subplots(2, 2).flat, product(DATASETS, METHODS)):
         _draw_case(axes, [row for row in rows if (row.dataset, row.method) == key])
-
-
-def paper() -> dict[str, float | tuple[float, float]]:
-    """The paper's savings, under the names of `values`."""
-    found: dict[str, float | tuple[float, float]] = {
-        f"{method}{size}_saving": saving
-        for (_, method), of_size in PAPER.items()
-        for size, saving in of_size.items()
-    }
-    for (dataset, method), span in PAPER_RANGE.items():
-        found |= {f"{method}{size}_saving_{dataset}": span for size in (2, 4, 6)}
-    return found
 
 
 STUDY = Study(
@@ -278,7 +261,16 @@ STUDY = Study(
     flags=SharingFlags,
     measure=measure,
     values=values,
-    paper=paper(),
+    paper={
+        f"{method}{size}_saving": saving
+        for (_, method), of_size in PAPER.items()
+        for size, saving in of_size.items()
+    }
+    | {
+        f"{method}{size}_saving_{dataset}": span
+        for (dataset, method), span in PAPER_RANGE.items()
+        for size in (2, 4, 6)
+    },
     check=check,
     draw=draw,
     quick={"num_requests": 8, "num_sharegpt_requests": 2, "executor": "simulated"},

@@ -8,14 +8,14 @@ request. The paper gives no lengths of WMT16's sentences; ours come from
 `synthetic_lengths`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt, rates
 from experiments.papers.vllm.opt import Case
-from experiments.papers.vllm.rates import Point, RateFlags
-from experiments.study import Run, Setting, Study
+from experiments.papers.vllm.rates import RateFlags
+from experiments.study import Setting
 
 PREFIXES = {"1_shot": 80, "5_shot": 341}
 PAPER = {"1_shot_vllm_over_orca_oracle": 1.67, "5_shot_vllm_over_orca_oracle": 3.58}
@@ -28,7 +28,6 @@ class PrefixFlags(RateFlags):
 
 
 def cases_of(name: str, flags: PrefixFlags) -> list[Case]:
-    """The cases of a panel, one for each system."""
     return [
         Case(
             "llama-13b", "translation", policy, 10.0, flags.sigma_of("alpaca"), flags.duration_s,
@@ -38,36 +37,28 @@ def cases_of(name: str, flags: PrefixFlags) -> list[Case]:
     ]  # fmt: skip
 
 
-def measure(flags: PrefixFlags, run: Run) -> Iterator[Point]:
-    yield from rates.measure(flags, run, {name: cases_of(name, flags) for name in PREFIXES})
-
-
 def holds(found: Mapping[str, float]) -> bool:
     return all(abs(found[name] / paper - 1) <= TOLERANCE for name, paper in PAPER.items())
 
 
-STUDY = Study(
+STUDY = rates.study(
     __file__,
+    PrefixFlags,
+    lambda flags: {name: cases_of(name, flags) for name in PREFIXES},
+    holds,
     title="Translation after a shared prefix (vLLM Fig. 16)",
-    kind="simulated",
     claim="vLLM sustains 1.67 times Orca (Oracle)'s rate where 80 tokens are shared, and 3.58 "
     "times where 341 are",
     rule=f"both within {TOLERANCE:.0%}",
-    holds=holds,
     setting=Setting(
         opt.setting("llama-13b", "vllm"),
         "the paper's sentences are those of WMT16, English to German; ours have means of 30 and 40 "
         "tokens, and Alpaca's sigma; arrivals last two minutes for an hour",
         "reduced",
     ),
-    flags=PrefixFlags,
-    measure=measure,
-    values=lambda flags, points: rates.values(flags, points, holds),
     paper=PAPER,
-    draw=rates.draw,
-    table=rates.table,
     tolerance=TOLERANCE,
-    quick={"duration_s": 30.0, "knobs": False},
+    quick={"duration_s": 30.0},
     minutes=(0.4, 3),
     size=(8.4, 3.6),
 )

@@ -9,7 +9,7 @@ The number of rounds in a conversation is our choice (`synthetic_lengths`); the 
 prompts reach 1,024 tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,8 @@ import numpy as np
 from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt, rates
 from experiments.papers.vllm.opt import Case
-from experiments.papers.vllm.rates import Point, RateFlags
-from experiments.study import Run, Setting, Study, Values
+from experiments.papers.vllm.rates import RateFlags
+from experiments.study import Setting, Values
 
 SYSTEMS = ("orca_max", "orca_pow2", "orca_oracle", "vllm")
 ORCAS = SYSTEMS[:-1]
@@ -32,7 +32,6 @@ class ChatFlags(RateFlags):
 
 
 def cases_of(flags: ChatFlags) -> list[Case]:
-    """The cases, one for each system."""
     return [
         Case(
             "13b", "chatbot", policy, 0.25, flags.sigma_of("sharegpt"), flags.duration_s,
@@ -42,19 +41,11 @@ def cases_of(flags: ChatFlags) -> list[Case]:
     ]  # fmt: skip
 
 
-def measure(flags: ChatFlags, run: Run) -> Iterator[Point]:
-    yield from rates.measure(flags, run, {"chatbot": cases_of(flags)})
-
-
-def values(flags: ChatFlags, points: Sequence[Point]) -> Values:
-    """`rates.values`, and full_prompts: the share of prompts of 1,024 tokens."""
-    case = cases_of(flags)[0]
-    prompts = [
-        len(request.prompt)
-        for request in opt.requests_of("chatbot", 1.0, 1000.0, case.sigma, case.seed)
-    ]
-    full = float(np.mean([length == opt.CONTEXT // 2 for length in prompts]))
-    return {**rates.values(flags, points, holds), "full_prompts": full}
+def full_prompts(flags: ChatFlags, _) -> Values:
+    """full_prompts: the share of prompts of 1,024 tokens."""
+    drawn = opt.requests_of("chatbot", 1.0, 1000.0, flags.sigma_of("sharegpt"), flags.seed)
+    full = [len(request.prompt) == opt.CONTEXT // 2 for request in drawn]
+    return {"full_prompts": float(np.mean(full))}
 
 
 def holds(found: Mapping[str, float]) -> bool:
@@ -63,27 +54,24 @@ def holds(found: Mapping[str, float]) -> bool:
     return near and max(gains) <= ALIKE * min(gains)
 
 
-STUDY = Study(
+STUDY = rates.study(
     __file__,
+    ChatFlags,
+    lambda flags: {"chatbot": cases_of(flags)},
+    holds,
     title="A chatbot with long prompts (vLLM Fig. 17)",
-    kind="simulated",
     claim="vLLM sustains twice the rate of the three Orcas, which behave alike",
     rule=f"2 within {TOLERANCE:.0%} over each, and no Orca {ALIKE} times as good as another",
-    holds=holds,
     setting=Setting(
         opt.setting("13b", "vllm") + "; prompts cut to 1,024 tokens, 1,024 to generate at most",
         "conversations have 5 rounds in the mean (ours), of log-normal lengths with the sigma that "
         "Fig. 13's Orca (Oracle) calibrates; the paper's are ShareGPT's",
         "paper",
     ),
-    flags=ChatFlags,
-    measure=measure,
-    values=values,
     paper=PAPER,
-    draw=rates.draw,
-    table=rates.table,
+    more=full_prompts,
     tolerance=TOLERANCE,
-    quick={"duration_s": 600.0, "knobs": False},
+    quick={"duration_s": 600.0},
     minutes=(0.7, 6),
     size=(5, 3.6),
 )

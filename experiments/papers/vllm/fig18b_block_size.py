@@ -2,11 +2,10 @@
 
     python -m experiments.papers.vllm.fig18b_block_size
 
-OPT-13B runs at the rates of Fig. 13 (the paper does not say its rates; --sharegpt_rate and
---alpaca_rate change them), with blocks of 1 to 256 tokens. Two effects oppose each other.
+OPT-13B runs with blocks of 1 to 256 tokens, at the rates of Fig. 13. Two effects oppose each other.
 Large blocks are partly empty, which wastes memory and bandwidth. Small blocks make the kernel bound
-by latency. A warp of vLLM's kernel reads its blocks one after the other, 32 tokens at a time. Each
-read costs the latency of two dependent accesses, to the block's number and to its content
+by latency: a warp of vLLM's kernel reads its blocks one after the other, 32 tokens at a time, and
+each read costs the latency of two dependent accesses, to the block's number and to its content
 (`Warps`). This latency is assumed; --latency_knob multiplies it. The host's work for each block is
 not simulated.
 """
@@ -20,6 +19,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib import knobs
 from experiments.lib.typed_flags import flag
+from experiments.papers.drawing import panels
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.fig13_batched_requests import RATES
 from experiments.papers.vllm.opt import Case, Row
@@ -145,13 +145,10 @@ def holds(found: Mapping[str, float]) -> bool:
     return max(near) <= NEAR < min(far)
 
 
-def draw(flags: BlockFlags, figure: Figure, points: Sequence[Changed]) -> None:
-    for axes, dataset in zip(figure.subplots(1, len(RATES)), RATES):
-        mine = [p for p in points if p.dataset == dataset and not p.change]
+def draw(_: BlockFlags, figure: Figure, points: Sequence[Changed]) -> None:
+    for axes, mine in panels(figure, [p for p in points if not p.change], "dataset", "rate"):
         axes.bar([str(p.block_size) for p in mine], [p.latency_s for p in mine])
         axes.set(xlabel="block size, tokens", ylabel="normalised latency, s/token")
-        rate = getattr(flags, f"{dataset}_rate")
-        axes.set_title(f"{dataset}, {rate:g} requests/s", loc="left", fontsize="medium")
 
 
 STUDY = Study(

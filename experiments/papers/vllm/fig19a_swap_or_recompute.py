@@ -43,7 +43,7 @@ class Row:
     recompute_ms: float
 
 
-def overhead(tokens: int, block_size: int, copy_knob: float = 1.0) -> Row:
+def overhead(tokens: int, block_size: int, copy_knob: float) -> Row:
     config = EngineConfig(
         kv_cache_tokens=SERVER.kv_slots, max_model_len=CONTEXT, page_size=block_size
     )

@@ -2,16 +2,14 @@
 
     python -m experiments.papers.vllm.fig19b_recovery
 
-OPT-13B serves ShareGPT's lengths at one rate, near its sustained rate, so that requests are
-preempted. They resume by recomputation or by swapping in from the host's memory. A swap takes the
-time of fig19a_swap_or_recompute: a start for each copy, and the bytes over PCIe. The copies decide
-whether recomputation or swapping is better. fig18b_block_size shows two reasons why small and large
-blocks are slow; this study simulates only partly empty blocks.
+OPT-13B serves ShareGPT's lengths near its sustained rate, so that requests are preempted. They
+resume by recomputation, or by swapping in: a start for each copy, and the bytes over PCIe, as in
+fig19a_swap_or_recompute. Of the reasons why small and large blocks are slow (fig18b_block_size),
+only partly empty blocks are simulated.
 
 While requests are swapped out no new requests are admitted. In the published code of vLLM's authors
 admission resumes when all swapped requests run again; in §4.5, when all swapped requests have
-ended. The claim is decided by runs that follow the code. Runs that follow §4.5 are printed as
-'completed'. They leave so much memory idle that swapping is slower with every block size.
+ended ('completed'), which leaves much memory idle. Runs that follow the code decide the claim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +19,11 @@ from typing import Literal
 from matplotlib.figure import Figure
 
 from experiments.lib import plots
-from experiments.lib.typed_flags import Flags, flag
+from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
+from experiments.papers.vllm.rates import TraceFlags
 from experiments.study import Run, Setting, Study, Values
-from paged.simulator.step_cost import HOSTS
 
 MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
 COMPLETED = "completed"
@@ -34,7 +32,7 @@ NEAR = 1.2  # largest ratio of latencies with blocks of the middle sizes
 
 
 @dataclass(frozen=True)
-class RecoveryFlags(Flags):
+class RecoveryFlags(TraceFlags):
     sizes: tuple[int, ...] = flag(
         tuple(2**i for i in range(9)), "tokens of a block", least=1, most=opt.CONTEXT
     )
@@ -44,29 +42,19 @@ class RecoveryFlags(Flags):
     )  # fmt: skip
     rate: float = flag(2.0, "requests/s", above=0)
     duration_s: float = flag(300.0, "of the arrivals", least=1)
-    sigma: float = flag(
-        0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
-    )
-    host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
-    seed: int = flag(0, "of lengths and arrivals", least=0)
-
-
-def serve(case: Case) -> Row:
-    return opt.run(case)
 
 
 def measure(flags: RecoveryFlags, run: Run) -> Iterator[Row]:
-    sigma = flags.sigma or opt.calibrated("sharegpt")
     case = Case(
-        "13b", "sharegpt", "vllm", flags.rate, sigma, flags.duration_s, flags.seed, flags.host
-    )
-    case = replace(case, admit_after_swap="resumed")
+        "13b", "sharegpt", "vllm", flags.rate, flags.sigma_of("sharegpt"), flags.duration_s,
+        flags.seed, flags.host, admit_after_swap="resumed",
+    )  # fmt: skip
     for size in sorted(set(flags.sizes)):
         for mode in MODES:
-            yield run.once(serve, replace(case, block_size=size, preemption_mode=mode))
+            yield run.once(opt.run, replace(case, block_size=size, preemption_mode=mode))
     for size in sorted({*flags.completed} & {*flags.sizes}):
         words = replace(case, preemption_mode="swap", admit_after_swap="completed")
-        yield run.once(serve, replace(words, block_size=size))
+        yield run.once(opt.run, replace(words, block_size=size))
 
 
 def by_mode(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
@@ -106,12 +94,14 @@ def holds(found: Mapping[str, float]) -> bool:
 def draw(_: RecoveryFlags, figure: Figure, rows: Sequence[Row]) -> None:
     found, (latency, preempted) = by_mode(rows), figure.subplots(1, 2)
     sizes = list(found["swap"])
-    curves: dict[str, list[float]]
-    curves = {mode: [row.latency_s for row in found[mode].values()] for mode in MODES}
-    plots.over_block_sizes(latency, sizes, curves, "normalised latency (s/token)")
-    counts: dict[str, list[int]]
-    counts = {mode: [row.preemptions for row in found[mode].values()] for mode in MODES}
-    plots.over_block_sizes(preempted, sizes, counts, "preemptions of the run")
+    for axes, name, label in (
+        (latency, "latency_s", "normalised latency (s/token)"),
+        (preempted, "preemptions", "preemptions of the run"),
+    ):
+        curves: dict[str, list[float]] = {
+            mode: [getattr(row, name) for row in found[mode].values()] for mode in MODES
+        }
+        plots.over_block_sizes(axes, sizes, curves, label)
 
 
 STUDY = Study(

@@ -188,7 +188,6 @@ def _draw(axes: Axes, held: Sequence[Mapping[int, list[Owner]]], idle, blocks: i
 def draw(
     snapshots: Sequence[Snapshot], requests: Sequence[str], title: str, footer: str = ""
 ) -> Figure:
-    """The map, with device blocks above and host blocks below."""
     of, blocks = colours(requests), len(snapshots[0].refcounts) - 1
     host_blocks = max((max(s.host) for s in snapshots if s.host), default=1)
     figure = run_record.new_figure(11, 7.5)

@@ -131,7 +131,6 @@ def calibrated(dataset: str) -> float:
 
 
 def setting(server: str, host: str) -> str:
-    """The setting in words, for tables and reports."""
     which = SERVERS[server]
     return (
         f"{which.model.upper()}, {which.gpus} × {which.gpu} by data sheet "

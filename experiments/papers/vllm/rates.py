@@ -18,7 +18,7 @@ from experiments.lib.program import Refused
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.opt import Case, Row
-from experiments.study import Run, Values, in_processes, jobs_flag
+from experiments.study import Run, Setting, Study, Values, in_processes, jobs_flag
 from paged.simulator.step_cost import HOSTS
 
 LEAST = 1e-3
@@ -29,19 +29,25 @@ NEAR = 1.25  # STEP of sweeps with changed constants, which start at the unchang
 
 
 @dataclass(frozen=True)
-class RateFlags(Flags):
-    latency_s: float = flag(0.3, "normalised latency at which rates are compared", least=1e-3)
+class TraceFlags(Flags):
+    """Flags of requests by a dataset's lengths."""
+
     sigma: float = flag(
         0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
     )
     host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
-    knobs: bool = knobs.knobs_flag()
     seed: int = flag(0, "of lengths and arrivals", least=0)
-    jobs: int = jobs_flag()
 
     def sigma_of(self, dataset: str) -> float:
         """--sigma, or else the calibrated sigma. Raises KeyError for a dataset without one."""
         return self.sigma or opt.calibrated(dataset)
+
+
+@dataclass(frozen=True)
+class RateFlags(TraceFlags):
+    latency_s: float = flag(0.3, "normalised latency at which rates are compared", least=1e-3)
+    knobs: bool = knobs.knobs_flag()
+    jobs: int = jobs_flag()
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def sweep(
 
 
 def panel(
-    run: Callable[[Case], Row], cases: Sequence[Case], latency_s: float, vary: bool = False
+    run: Callable[[Case], Row], cases: Sequence[Case], latency_s: float, vary: bool
 ) -> list[Point]:
     """The sweeps of all systems. The first sweep starts at its case's rate, each later sweep at the
     previous system's sustained rate. vary: also sweep COMPARED with changed constants."""
@@ -131,10 +137,8 @@ def _panel(
 
 
 def measure(
-    flags: RateFlags, run: Run, panels: Panels, varied: Sequence[str] | None = None
+    flags: RateFlags, run: Run, panels: Panels, varied: Sequence[str] | None
 ) -> Iterator[Point]:
-    """The points of all panels. varied: panels that --knobs runs with changed constants; None for
-    all."""
     names = list(panels) if varied is None else varied
     work = functools.partial(
         _panel, panels=panels, latency_s=flags.latency_s, varied=names if flags.knobs else (),
@@ -148,8 +152,8 @@ def names(points: Sequence[Point]) -> list[str]:
     return list(dict.fromkeys(point.panel for point in points))
 
 
-def of_panel(points: Sequence[Point], name: str, change: str = "") -> list[Point]:
-    return [point for point in points if (point.panel, point.change) == (name, change)]
+def of_panel(points: Sequence[Point], name: str) -> list[Point]:
+    return [point for point in points if point.panel == name and not point.change]
 
 
 def plain_values(points: Sequence[Point], latency_s: float) -> Values:
@@ -201,13 +205,32 @@ def draw(flags: RateFlags, figure: Figure, points: Sequence[Point]) -> None:
     for axes, name in zip(places, panels, strict=False):
         mine = of_panel(points, name)
         for policy in dict.fromkeys(point.policy for point in mine):
-            curve = [point for point in mine if point.policy == policy]
-            axes.plot(
-                [p.rate for p in curve], [p.latency_s for p in curve], marker=".", label=policy
-            )
+            curve = [(point.rate, point.latency_s) for point in mine if point.policy == policy]
+            axes.plot(*zip(*curve), marker=".", label=policy)
         axes.axhline(flags.latency_s, color="#999999", lw=0.6)
+        axes.set(xlabel="requests/s", ylabel="normalised latency, s/token")
         axes.set_ylim(0, 3 * flags.latency_s)
-        axes.set_xlabel("requests/s")
-        axes.set_ylabel("normalised latency, s/token")
         axes.set_title(name, loc="left", fontsize="medium")
     figure.axes[0].legend(frameon=False, fontsize="x-small")
+
+
+def study[F: RateFlags](
+    file: str, flags: type[F], panels: Callable[[F], Panels],
+    holds: Callable[[Mapping[str, float]], bool], *, title: str, claim: str, rule: str,
+    setting: Setting, paper: Mapping[str, float | tuple[float, float]], quick: Mapping[str, Any],
+    minutes: tuple[float, float], size: tuple[float, float], tolerance: float = 0.1,
+    varied: Sequence[str] | None = None,
+    more: Callable[[F, Sequence[Point]], Values] = lambda flags, points: {},
+) -> Study[F, Point]:  # fmt: skip
+    """A study of sustained rates.
+
+    varied: panels that --knobs runs with changed constants; None for all.
+    more: values besides those of `values`.
+    """
+    return Study(
+        file, title=title, kind="simulated", claim=claim, rule=rule, holds=holds, setting=setting,
+        flags=flags, measure=lambda flags, run: measure(flags, run, panels(flags), varied),
+        values=lambda flags, points: {**values(flags, points, holds), **more(flags, points)},
+        paper=paper, draw=draw, table=table, tolerance=tolerance,
+        quick=dict(quick) | {"knobs": False}, minutes=minutes, size=size,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Owners of KV blocks at each step of a run."""
+"""Owners of KV blocks at each step of a run, and small engines to observe."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -8,10 +8,28 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from models import checkpoint
 from paged.blocks.block_pool import NULL_BLOCK
-from paged.engine import Engine
+from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sampling_params import SamplingParams
+from paged.simulator.executor import SimulatedExecutor
+
+BLOCK = 4  # tokens of a block of `engine_of`
+
+
+def engine_of(**fields: Any) -> Engine:
+    """An engine whose executor makes up tokens instead of running the model."""
+    model = checkpoint.load_config("bundled")
+    config = EngineConfig(**{
+        "page_size": BLOCK, "kv_cache_tokens": 12 * BLOCK, "max_num_seqs": 8, "max_model_len": 32,
+        "max_num_batched_tokens": 32, "run_ahead": False,
+    } | fields)  # fmt: skip
+    return Engine(model, config, SimulatedExecutor(vocab_size=model.vocab_size, dtype="float32"))
+
+
+def sampling(tokens: int = 4, **how: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, **how)
 
 
 @dataclass(frozen=True)

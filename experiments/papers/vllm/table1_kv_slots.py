@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from experiments.lib.typed_flags import Flags
+from experiments.papers.drawing import grouped_bars
 from experiments.papers.vllm.opt import SERVERS, Server
 from experiments.study import Setting, Study, Values
 from models.families import family
@@ -74,17 +75,12 @@ def holds(found: Mapping[str, float]) -> bool:
 
 
 def draw(_: Flags, figure: Figure, rows: Sequence[Row]) -> None:
-    axes = figure.subplots()
-    places = range(len(rows))
-    for offset, slots, label in (
-        (-0.2, [row.slots for row in rows], "counted"),
-        (0.2, [SERVERS[row.model].paper_slots for row in rows], "vLLM Table 1"),
-    ):
-        bars = axes.bar([place + offset for place in places], slots, 0.38, label=label)
-        axes.bar_label(bars, fmt="{:,.0f}", fontsize="small")
-    axes.set_xticks(places, [row.model for row in rows])
-    axes.set_ylabel("tokens")
-    axes.legend(frameon=False)
+    groups = {
+        "counted": [row.slots for row in rows],
+        "vLLM Table 1": [SERVERS[row.model].paper_slots for row in rows],
+    }
+    names = [row.model for row in rows]
+    grouped_bars(figure.subplots(), names, groups, "tokens", "{:,.0f}")
 
 
 STUDY = Study(

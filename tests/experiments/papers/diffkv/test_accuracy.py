@@ -1,19 +1,16 @@
 """DiffKV's studies: what is asked of which system, what memory is measured, and what is said."""
 
 import json
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.lib import kv_held
-from experiments.lib.answers import Answer, Evaluation
 from experiments.lib.engines import engine_config, load_engine
-from experiments.lib.kv_held import Held
 from experiments.lib.program import Refused
-from experiments.lib.reference import Distributions
 from experiments.papers.diffkv import equal_bytes, fig11_frontier
 from experiments.papers.diffkv import fig08_key_value_formats as key_value_formats
 from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
@@ -21,10 +18,8 @@ from experiments.papers.diffkv import fig10_thresholds as thresholds
 from experiments.papers.diffkv import table1_accuracy_memory as accuracy_memory
 from models import checkpoint
 from paged.requests.sampling_params import SamplingParams
+from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows_of
 
-FLAGS: dict[str, Any] = {
-    "seed": 1, "compilation_cache": "", "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
-}  # fmt: skip
 MEMORY: dict[str, Any] = FLAGS | {
     "alphas": ("1/0", "3/0.02"), "budgets": (0.3, 0.5),
     "quest_budget": 64,
@@ -60,7 +55,6 @@ def test_systems_differ_in_what_their_names_say():
     ("module", "changes", "message"),
     [
         (accuracy_memory, {"alphas": ("1",)}, "--alphas must be pairs such as 1/0.02"),
-        (accuracy_memory, {"alphas": ()}, "--alphas must name at least one"),
         (accuracy_memory, {"alphas": ("0/1",)}, "alpha_l must be from 0 to alpha_h"),
         (accuracy_memory, {"three_levels": ("1/0",)}, "--three_levels must be such as 5/1/0"),
         (accuracy_memory, {"three_levels": ("0/1/0",)}, "alpha_top must be at least alpha_h"),
@@ -76,26 +70,6 @@ def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, module, chan
     assert not list(tmp_path.iterdir())
 
 
-def found_with(right: list[bool], fraction: float | None = None) -> Evaluation:
-    """Answers of one setting, all with the same distributions, and sequences of the same memory."""
-    along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
-    answers = [Answer("values", 256, i, float(ok), "1;", "1;", -0.1) for i, ok in enumerate(right)]
-    held = {} if fraction is None else {("values", 256): [Held(fraction, 0.5, 0.25)] * 2}
-    return Evaluation(answers, {answer.key: along for answer in answers}, held)
-
-
-def rows_of(found: dict[str, Evaluation]) -> list[accuracy.Row]:
-    reference = found["16 bits"]
-    return [
-        row for name, one in found.items()
-        for row in accuracy.rows_of(name, one, "16 bits", reference)
-    ]  # fmt: skip
-
-
-def numbers_of(report: dict[str, Any]) -> dict[str, float]:
-    return {value["name"]: value["here"] for value in report["values"]}
-
-
 def test_the_goal_and_baselines_at_no_less_memory():
     right, half = [True] * 40, [True, False] * 20
     found = {"16 bits": found_with(right), "DiffKV 1/0": found_with(right, 0.33)}
@@ -105,9 +79,7 @@ def test_the_goal_and_baselines_at_no_less_memory():
     flags, study = accuracy_memory.MemoryFlags(**MEMORY), accuracy_memory.STUDY
 
     def report() -> dict[str, Any]:
-        rows = rows_of(found)
-        for name, other in accuracy_memory.compare(flags, rows):
-            rows.append(accuracy.rows_of(name, found[name], other, found[other])[-1])
+        rows = rows_of(found, partial(accuracy_memory.compare, flags))
         accuracy_memory.draw(flags, Figure(), rows)
         paired = {(row.system, row.reference) for row in accuracy.pairs(rows)}
         assert ("DiffKV 1/0", "H2O 0.5") in paired and ("DiffKV 3/0.02", "K4V4") in paired
@@ -129,9 +101,7 @@ def test_every_dynamic_budget_needs_a_static_one_of_no_less_memory():
     found["static, SnapKV 0.5"] = found_with(half, 0.5)
 
     def verdict() -> bool | None:
-        rows = rows_of(found)
-        for name, other in dynamic_sparsity.compare(flags, rows):
-            rows.append(accuracy.rows_of(name, found[name], other, found[other])[-1])
+        rows = rows_of(found, partial(dynamic_sparsity.compare, flags))
         return dynamic_sparsity.STUDY.report(flags, rows)["holds"]
 
     assert verdict() is True
@@ -215,23 +185,6 @@ def test_memory_of_dense_and_streaming_heads(tiny_folder):
     queries = 2 * 4 * D * H
     read = K / 2 * (50 + 18) * 4 * D + queries
     assert held.read == pytest.approx(read / (K * 50 * 4 * D + queries))
-
-
-@pytest.mark.sweep  # two policies compile; the next test and LServe's have the same runner
-def test_a_whole_study(tmp_path, capsys, monkeypatch):
-    few = {"alphas": ("1/0.02",), "three_levels": (), "budgets": ()}
-    least = {"num_prompts": 1, "gates": "", "quest_budget": 0, "contexts": (256, 256)}
-    flags = accuracy_memory.MemoryFlags(**FLAGS | few | least)
-    assert accuracy_memory.STUDY.write(flags, tmp_path) == 0
-    assert "DiffKV 1/0.02" in capsys.readouterr().out
-    numbers = json.loads((tmp_path / "summary.json").read_text())
-    assert 0.2 < numbers["kv_memory_fraction"] < 0.6
-    first = (tmp_path / "rows.csv").read_bytes()
-    # The second time nothing is asked again, and the same is found.
-    monkeypatch.setattr(accuracy, "load_engine", None)
-    assert accuracy_memory.STUDY.write(flags, tmp_path) == 0
-    assert json.loads((tmp_path / "summary.json").read_text()) == numbers
-    assert (tmp_path / "rows.csv").read_bytes() == first
 
 
 @pytest.mark.slow  # two policies compile

@@ -2,25 +2,19 @@
 
 import csv
 import json
-from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.lib.answers import Answer, Evaluation
 from experiments.lib.program import Refused
-from experiments.lib.reference import Distributions
 from experiments.papers.lserve import fig06_page_size as page_size
 from experiments.papers.lserve import fig09_needle as needle
 from experiments.papers.lserve import formats
 from experiments.papers.lserve import table3_streaming_and_selection as frontier
 from experiments.papers.lserve import table6_reuse as reuse
-
-FLAGS: dict[str, Any] = {
-    "seed": 1, "compilation_cache": "", "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
-}  # fmt: skip
+from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows_of
 
 
 @pytest.fixture
@@ -65,12 +59,9 @@ def test_systems_differ_in_what_their_names_say(gates):
         (reuse, {"intervals": (3,)}, "reuse must be a divisor of page_size"),
         (needle, {"tasks": ("values",)}, "--tasks must be needle"),
         (reuse, {"tasks": ("nothing",)}, "unknown task 'nothing'"),
-        (reuse, {"contexts": ()}, "--contexts must name at least one"),
         (reuse, {"tasks": ("cot_32",)}, "no task fits the contexts"),
         (frontier, {"contexts": (12,)}, "contexts are token counts from 256 .* not 12"),
         (frontier, {"budgets": ("128",)}, "budget must be at least 3 pages of 64, not 128"),
-        (frontier, {"shares": ()}, "--shares must name at least one"),
-        (needle, {"tasks": ("needle",), "budgets": ()}, "--budgets must name at least one"),
         (frontier, {"gates": ""}, "--gates must name a file"),
         (frontier, {"model": "/none"}, "^there is no folder /none"),
         (formats, {"with_bits": 5}, "--with_bits must be one of 4, 8, not 5"),
@@ -83,31 +74,17 @@ def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, module, chan
     assert not list(tmp_path.iterdir())
 
 
-def _found(right: list[bool]) -> Evaluation:
-    """Answers of one setting, all with the same distributions."""
-    along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
-    answers = [Answer("values", 256, i, float(ok), "1;", "1;", -0.1) for i, ok in enumerate(right)]
-    return Evaluation(answers, {answer.key: along for answer in answers})
-
-
-def _rows(found: dict[str, Evaluation]) -> list[accuracy.Row]:
-    dense = found["dense"]
-    return [
-        row for name, one in found.items() for row in accuracy.rows_of(name, one, "dense", dense)
-    ]
-
-
 def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
     flags = frontier.FrontierFlags(**FLAGS, shares=(0.5,), budgets=("192",))
     right, half = [True] * 40, [True, False] * 20
     at = frontier.label(*flags.goal)
-    found = {"dense": _found(right), at: _found(right), "random heads 1": _found(half)}
-    report = frontier.STUDY.report(flags, _rows(found))
-    numbers = {value["name"]: value["here"] for value in report["values"]}
+    found = {"dense": found_with(right), at: found_with(right), "random heads 1": found_with(half)}
+    report = frontier.STUDY.report(flags, rows_of(found))
+    numbers = numbers_of(report)
     assert report["holds"] is True and numbers["difference_low"] == 0
     assert numbers["difference_random_heads_1"] == -50 and numbers["random_splits_beaten"] == 1
-    report = frontier.STUDY.report(flags, _rows(found | {at: _found([False, *right[1:]])}))
-    numbers = {value["name"]: value["here"] for value in report["values"]}
+    report = frontier.STUDY.report(flags, rows_of(found | {at: found_with([False, *right[1:]])}))
+    numbers = numbers_of(report)
     assert numbers["difference_points"] == -2.5 and report["holds"] is False
     assert numbers["holding_points"] == 0
 

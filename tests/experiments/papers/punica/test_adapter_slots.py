@@ -12,7 +12,7 @@ from tests.experiments.conftest import TINY
 
 
 def test_overtaking_is_bounded_and_pays():
-    flags = SlotFlags(adapters=60, requests=70, rate=100.0, load_ms=100.0, seed=1)
+    flags = SlotFlags(adapters=60, requests=35, rate=100.0, load_ms=100.0, seed=1)
     config = replace(adapter_slots.CONFIG, adapter_slots=4, max_model_len=180)
     bounds = (0, 8, adapter_slots.UNBOUNDED)
     # Asserts bounds, and replays.
@@ -30,7 +30,7 @@ def test_a_run_that_overtakes_too_often_is_a_fault():
     engine = adapter_slots.simulate(TINY, config, requests, ["a", "b", "c"], 0.1)
     object.__setattr__(engine.config, "max_overtakes", 1)
     with pytest.raises(AssertionError, match=r"overtaken \d+ times, not 1 at most"):
-        adapter_slots.row_of("simulated", engine)
+        adapter_slots.row_of(engine)
 
 
 def test_what_is_counted_of_loads():

@@ -51,11 +51,11 @@ def test_sigma_is_where_the_oracle_has_the_papers_batch():
     assert fig13_batched_requests.calibrate(rows, "sharegpt") == pytest.approx(0.8)
     study = fig13_batched_requests
     served = [
-        study.Batch(**vars(row(policy, 2.0, 1.0, batch=wanted)))
+        study.Changed(**vars(row(policy, 2.0, 1.0, batch=wanted)))
         for policy in study.PAPER["sharegpt"]
     ]
     for calibration, sigma in ((rows, 1.0), (rows[:2], None), ([], 1.0)):
-        tried = [study.Batch(**vars(each), change=study.CALIBRATION) for each in calibration]
+        tried = [study.Changed(**vars(each), change=study.CALIBRATION) for each in calibration]
         found = study.values(study.BatchFlags(), [*tried, *served])
         assert found["sigma_sharegpt"] == sigma
 
