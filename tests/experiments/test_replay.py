@@ -324,7 +324,7 @@ def test_the_program_replays_in_another_process(served, tiny_folder, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["flags"]["executor"] == "device"
 
 
-def simulate(log: Path, folder: Path, model: str = "bundled") -> int:
+def simulate(log: Path | str, folder: Path, model: str = "bundled") -> int:
     """The exit status of the program in simulated time."""
     flags = ReplayFlags(log=str(log), model=model, executor="simulated")
     return program.main(flags, Output(str(folder)))
