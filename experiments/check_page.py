@@ -20,7 +20,7 @@ import threading
 from dataclasses import dataclass
 
 from experiments.bench import http_load
-from experiments.bench.http_client import HOST, open_loop
+from experiments.bench.http_load import HOST, open_loop
 from experiments.lib import run_record
 from experiments.lib.adapters import adapters_flag, asked_for
 from experiments.lib.flags import loading

@@ -34,6 +34,7 @@ from matplotlib.figure import Figure
 from experiments.diff_events import first_difference
 from experiments.lib import random_adapters, run_record
 from experiments.lib.event_log import read_log, write_log
+from experiments.lib.near_ties import NEAR_TIE, num_common
 from experiments.lib.presets import CONFIG, PRESETS, TINY, Preset, padded
 from experiments.lib.typed_flags import Flags, flag
 from experiments.replay import replay, simulated_engine
@@ -57,7 +58,7 @@ BATCHES = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "run_ahead": False}
 CHUNKS: dict[str, Any] = {"chunked_prefill": True, "max_num_batched_tokens": 24}
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=11)
-NEAR_TIE, SAME_LOGPROB = 1e-4, 2e-3
+SAME_LOGPROB = 2e-3
 WORKS, REFUSED, WRONG = "works", "refused", "wrong"
 MARKS = {WORKS: "●", REFUSED: "–", WRONG: "✗"}
 
@@ -89,7 +90,6 @@ class Bench:
         self.changes = BATCHES | changes
         self.changes["kv_cache_tokens"] = self.room(3)
         self._alone: dict[Any, RequestOutput] = {}
-        self._variants: dict[str, Bench] = {}
 
     def config(self, **changes: Any) -> EngineConfig:
         return self.preset.engine_config(self.model, **(self.changes | changes))
@@ -113,10 +113,7 @@ class Bench:
 
     def variant(self, model: ModelConfig | None = None, **changes: Any) -> "Bench":
         """The same preset with other numerics, whose requests served alone are the reference."""
-        key = repr((model, changes))
-        if key not in self._variants:
-            self._variants[key] = Bench(self.preset, model or self.model, **changes)
-        return self._variants[key]
+        return Bench(self.preset, model or self.model, **changes)
 
     def alone(
         self, how: SamplingParams, asked: Sequence[list[int]] = PROMPTS
@@ -129,7 +126,7 @@ class Bench:
             (self._alone[*prompt, how],) = engine.generate([prompt], how)
         return [self._alone[*prompt, how] for prompt in asked]
 
-    def company(self, how: SamplingParams, **changes: Any) -> Engine:
+    def company(self, how: SamplingParams = GREEDY, **changes: Any) -> Engine:
         """Check that requests served together have the same tokens as alone; returns the engine."""
         engine = self.engine(**changes)
         compare(engine.generate(PROMPTS, how), self.alone(how))
@@ -151,9 +148,8 @@ def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> N
     """Raise Wrong unless all tokens are equal, up to the first near tie."""
     for a, b in zip(ours, theirs, strict=True):
         for s, t in zip(a.sequences, b.sequences, strict=True):
-            pairs = zip(s.tokens, t.tokens)
-            at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-            if at is None:
+            at = num_common(s.tokens, t.tokens)
+            if at == min(len(s.tokens), len(t.tokens)):
                 if len(s.tokens) != len(t.tokens):
                     raise Wrong(f"{len(s.tokens)} tokens for {len(t.tokens)}")
             elif t.logprobs is None or lead(t.logprobs[at]) > NEAR_TIE:
@@ -177,10 +173,6 @@ def close(ours: Sequence[TokenLogprob | None] | None, theirs: Any) -> None:
 # The features. Each raises ValueError if it is refused, and Wrong if outputs differ.
 
 
-def company(bench: Bench) -> None:
-    bench.company(GREEDY)
-
-
 def chunked_prompts(bench: Bench) -> None:
     """Chunked prefill gives the same tokens as whole prefill."""
     engine = bench.variant(**CHUNKS).engine()
@@ -189,27 +181,8 @@ def chunked_prompts(bench: Bench) -> None:
     compare(engine.generate(PROMPTS, GREEDY), bench.alone(GREEDY))
 
 
-def several_tokens_a_step(bench: Bench) -> None:
-    bench.company(GREEDY, multi_step=4)
-
-
-def running_ahead(bench: Bench) -> None:
-    bench.company(GREEDY, run_ahead=True)
-
-
-def seeds(bench: Bench) -> None:
-    bench.company(SAMPLED)
-    bench.known(bench.alone(SAMPLED))
-
-
-def penalties(bench: Bench) -> None:
-    bench.company(
-        replace(GREEDY, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={9: 1.0})
-    )
-
-
-def parallel_sampling(bench: Bench) -> None:
-    how = replace(SAMPLED, n=3)
+def sampled(bench: Bench, n: int) -> None:
+    how = replace(SAMPLED, n=n)
     bench.company(how)
     bench.known(bench.alone(how))
 
@@ -252,14 +225,6 @@ def preempted(bench: Bench, mode: str) -> None:
         if any(record.preemptions for record in engine.metrics.requests):
             return
     raise ValueError("memory is reserved: nothing is ever preempted")
-
-
-def swapping(bench: Bench) -> None:
-    preempted(bench, "swap")
-
-
-def recomputing(bench: Bench) -> None:
-    preempted(bench, "recompute")
 
 
 def moving_between_engines(bench: Bench) -> None:
@@ -358,38 +323,14 @@ def with_adapters(bench: Bench, *names: str | None) -> None:
         compare(together, [single.generate([p], GREEDY, [name])[0] for p, name in pairs])
 
 
-def adapters(bench: Bench) -> None:
-    with_adapters(bench, "a", "b", None)
-
-
-def more_adapters_than_slots(bench: Bench) -> None:
-    with_adapters(bench, "a", "b", "c")
-
-
 def tensor_parallel(bench: Bench) -> None:
     if jax.device_count() < 2:
         raise ValueError("this process has one device")
-    bench.company(GREEDY, tensor_parallel=2)
-
-
-def keys_of_16_bits(bench: Bench) -> None:
-    company(bench.variant(kv_dtype="bfloat16"))
-
-
-def w8a8(bench: Bench) -> None:
-    company(bench.variant(quantization="w8a8"))
-
-
-def sliding_window(bench: Bench) -> None:
-    company(bench.variant(WINDOWED))
-
-
-def no_grouped_queries(bench: Bench) -> None:
-    company(bench.variant(OPT))
+    bench.company(tensor_parallel=2)
 
 
 def replayed_log(bench: Bench) -> None:
-    engine = bench.company(GREEDY, run_ahead=True)
+    engine = bench.company(run_ahead=True)
     with tempfile.TemporaryDirectory() as folder:
         write_log(folder, "events.jsonl", engine.events)
         log = read_log(Path(folder) / "events.jsonl")
@@ -399,16 +340,33 @@ def replayed_log(bench: Bench) -> None:
         raise Wrong(str(difference))
 
 
-FEATURES: dict[str, Callable[[Bench], None]] = {
-    function.__name__: function
-    for function in (
-        company, chunked_prompts, several_tokens_a_step, running_ahead, seeds, penalties,
-        parallel_sampling, beam_search, prompt_log_probabilities, known_output, swapping,
-        recomputing, moving_between_engines, aborting, prefix_caching, pinned_prefix, adapters,
-        more_adapters_than_slots, tensor_parallel, keys_of_16_bits, w8a8, sliding_window,
-        no_grouped_queries, replayed_log,
-    )
-}  # fmt: skip
+PENALTIES = replace(GREEDY, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={9: 1.0})
+FEATURES: dict[str, Callable[[Bench], Any]] = {
+    "company": lambda bench: bench.company(),
+    "chunked_prompts": chunked_prompts,
+    "several_tokens_a_step": lambda bench: bench.company(multi_step=4),
+    "running_ahead": lambda bench: bench.company(run_ahead=True),
+    "seeds": lambda bench: sampled(bench, n=1),
+    "penalties": lambda bench: bench.company(PENALTIES),
+    "parallel_sampling": lambda bench: sampled(bench, n=3),
+    "beam_search": beam_search,
+    "prompt_log_probabilities": prompt_log_probabilities,
+    "known_output": known_output,
+    "swapping": lambda bench: preempted(bench, "swap"),
+    "recomputing": lambda bench: preempted(bench, "recompute"),
+    "moving_between_engines": moving_between_engines,
+    "aborting": aborting,
+    "prefix_caching": prefix_caching,
+    "pinned_prefix": pinned_prefix,
+    "adapters": lambda bench: with_adapters(bench, "a", "b", None),
+    "more_adapters_than_slots": lambda bench: with_adapters(bench, "a", "b", "c"),
+    "tensor_parallel": tensor_parallel,
+    "keys_of_16_bits": lambda bench: bench.variant(kv_dtype="bfloat16").company(),
+    "w8a8": lambda bench: bench.variant(quantization="w8a8").company(),
+    "sliding_window": lambda bench: bench.variant(WINDOWED).company(),
+    "no_grouped_queries": lambda bench: bench.variant(OPT).company(),
+    "replayed_log": replayed_log,
+}
 
 
 @dataclass(frozen=True)
@@ -459,36 +417,37 @@ def values(_: CompositionFlags, cells: Sequence[Cell]) -> Values:
     } | {"cells": len(cells)}
 
 
-def markdown(cells: Sequence[Cell]) -> str:
-    """The matrix, a line for each feature, with the reasons below it."""
+def markdown(cells: Sequence[Cell], with_reasons: bool = True) -> str:
+    """The matrix: a line for each feature, and a column for each preset; with the reasons of
+    refusals and of wrong cells below it, by number."""
     names = list(dict.fromkeys(each.preset for each in cells))
     by_place = {(each.preset, each.feature): each for each in cells}
     notes: dict[str, int] = {}
-    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    titles = [name.replace("_", " ") for name in names]
+    lines = [f"| {' | '.join(['', *titles])} |", f"|---|{':-:|' * len(names)}"]
     for feature in dict.fromkeys(each.feature for each in cells):
         marks = []
         for name in names:
             each = by_place.get((name, feature))
-            note = notes.setdefault(each.reason, len(notes) + 1) if each and each.reason else ""
+            has_note = with_reasons and each and each.reason
+            note = notes.setdefault(each.reason, len(notes) + 1) if each and has_note else ""
             marks.append(f"{MARKS[each.verdict]}{note}" if each else "")
         lines.append(f"| {feature.replace('_', ' ')} | {' | '.join(marks)} |")
-    return "\n".join([*lines, "", *(f"{at}. {reason}" for reason, at in notes.items())])
+    below = [f"{at}. {reason}" for reason, at in notes.items()]
+    return "\n".join([*lines, "", *below] if below else lines)
 
 
 def draw(_: CompositionFlags, figure: Figure, cells: Sequence[Cell]) -> None:
     names = list(dict.fromkeys(each.preset for each in cells))
     features = list(dict.fromkeys(each.feature for each in cells))
-    colours = {WORKS: 0, REFUSED: 1, WRONG: 2}
-    grid = np.full((len(features), len(names)), np.nan)
+    grid, axes = np.full((len(features), len(names)), np.nan), figure.subplots()
     for each in cells:
-        grid[features.index(each.feature), names.index(each.preset)] = colours[each.verdict]
-    axes = figure.subplots()
+        y, x = features.index(each.feature), names.index(each.preset)
+        grid[y, x] = list(MARKS).index(each.verdict)
+        axes.text(x, y, MARKS[each.verdict], ha="center", va="center", fontsize="small")
     axes.imshow(grid, cmap="Pastel2", vmin=0, vmax=7)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize="small")
     axes.set_yticks(range(len(features)), [f.replace("_", " ") for f in features], fontsize="small")
-    for (y, x), value in np.ndenumerate(grid):
-        mark = next((MARKS[name] for name, colour in colours.items() if colour == value), "")
-        axes.text(x, y, mark, ha="center", va="center", fontsize="small")
 
 
 STUDY = Study(

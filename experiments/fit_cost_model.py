@@ -175,20 +175,13 @@ def table(rows: Sequence[Error], numbers: dict[str, float]) -> str:
     for title, key in kinds:
         cells = f"{'mean error of ' + title:28}"
         lines.append(cells + "".join(f"{f'{b:,} tokens on':>16}" for b in BATCHES[:-1]))
-        of_layers = title != "op"
-        for name in dict.fromkeys(key(row) for row in rows):
+        chosen = [row for row in rows if title == "op" or row.op == LAYER]
+        for name in dict.fromkeys(map(key, chosen)):
             line = f"{name:28}"
             for batch in BATCHES[:-1]:
-                mine = [
-                    row
-                    for row in rows
-                    if key(row) == name and row.batch == batch and (row.op == LAYER) >= of_layers
-                ]
-                if mine:
-                    counts = [row.count for row in mine]
-                    line += f"{np.average([row.error for row in mine], weights=counts):16.1%}"
-                else:
-                    line += f"{'-':>16}"
+                mine = [row for row in chosen if (key(row), row.batch) == (name, batch)]
+                errors, counts = [row.error for row in mine], [row.count for row in mine]
+                line += f"{np.average(errors, weights=counts):16.1%}" if mine else f"{'-':>16}"
             lines.append(line)
     return "\n".join([
         *lines,

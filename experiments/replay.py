@@ -87,16 +87,16 @@ def _check_fields(logged: Mapping[str, Any], ours: set[str], owner: str) -> None
         raise ValueError(f"the engine's {owner} {fault} {name!r}: it is another version's")
 
 
-def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None, cost=None) -> Engine:
-    """An engine that samples the log's tokens, with step times from `cost`.
+def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None) -> Engine:
+    """An engine that samples the log's tokens. tokenizer: for stop strings.
 
-    tokenizer: for stop strings. Raises ValueError for a log of another model or version.
+    Raises ValueError for a log of another model or version.
     """
     check_model(log, model)
     config = logged_config(log)
     with log.at(0):
         executor = SimulatedExecutor(
-            cost, vocab_size=model.vocab_size, recorded=RecordedTokens(log), dtype=log[0]["dtype"]
+            vocab_size=model.vocab_size, recorded=RecordedTokens(log), dtype=log[0]["dtype"]
         )
         return Engine(model, config, executor, tokenizer)
 
@@ -202,7 +202,9 @@ def _bring_in(engine: Engine, event: Event) -> None:
         elif event["event"] == "pin":
             engine.pin_prefix(event["prompt"], event["cache_salt"], event["adapter"])
         elif event["event"] == "adapter":
-            _add_adapter(engine, event)
+            # A device reads the adapter's folder on load, and then compares the hash.
+            values = {field.name: event[field.name] for field in fields(Adapter)}
+            engine.add_known_adapter(Adapter(**values))
         elif event["event"] == "loaded":
             pass  # the next round adds it
         else:
@@ -217,13 +219,6 @@ def _bring_in(engine: Engine, event: Event) -> None:
             )
     except ValueError as error:
         raise ValueError(f"{event['event']}: {error}") from error
-
-
-def _add_adapter(engine: Engine, event: Event) -> None:
-    """Register the logged adapter without reading its folder. A device reads it on load, and then
-    compares the hash."""
-    names = {field.name for field in fields(Adapter)}
-    engine.add_known_adapter(Adapter(**{name: event[name] for name in names}))
 
 
 def _sampling(logged: Mapping[str, Any]) -> SamplingParams:

@@ -19,24 +19,25 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from experiments.composition import Cell, markdown
 from experiments.lib import address, run_record
-from experiments.lib.presets import IN_SHORT
+from experiments.lib.presets import IN_SHORT, PRESETS
 from experiments.lib.program import Program, extra, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.typed_flags import Flags, Output, flag
 from experiments.papers import PAPERS
 from experiments.reproduce import NONE, RESULTS, counts, read, studies
+from experiments.reproduce import VERDICTS as VERDICT_OF
 from experiments.study import KINDS, Study, shown
 from pallas_kernels.backend import MADE_FOR
 from pallas_kernels.ops import OPS
 
-HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
+HOLDS, FAILS, OPEN, NOT_RUN = *VERDICT_OF.values(), "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
 STAR = (
     "<sup>*</sup>: the run was shorter than the full setting, or omitted a part of it; the "
     "system's page gives the result of a full run, if one was made."
 )
-MARKS = {"works": "●", "refused": "–", "wrong": "✗"}
 FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
 PRINTED = re.compile(r"(?:Figs?\.|Tables?|Algorithm) \d+\w*(?:(?:, | and | to )\d+\w*)*")
 BLOCK = re.compile(r"(<!-- rows(?:: (\w+))? -->\n).*?(<!-- end of rows -->)", re.DOTALL)
@@ -88,41 +89,39 @@ class Row:
         return f"{kind.capitalize().replace('Fig', 'Fig.')} {int(number)}{part}"
 
     @property
-    def has_result(self) -> bool:
-        return self.report is not None and not self.report["partial"]
+    def result(self) -> Mapping[str, Any] | None:
+        """The report of a complete run."""
+        return None if self.report is None or self.report["partial"] else self.report
 
     @property
     def verdict(self) -> str:
         """One of VERDICTS."""
-        if self.report is None or not self.has_result:
+        if self.result is None:
             return NOT_RUN if self.study.kind == NOT_RUN else NONE
-        if self.report["kind"] == NOT_RUN:  # the result is a prediction
+        if self.result["kind"] == NOT_RUN:  # the result is a prediction
             return NOT_RUN
-        return {True: HOLDS, False: FAILS, None: OPEN}[self.report["holds"]]
+        return VERDICT_OF[self.result["holds"]]
 
     def said(self, name: str) -> Any:
         """A field (title, claim, rule, kind or setting) of the run's report, or of the study if
         there is no result."""
-        if not self.has_result:
-            return run_record.plain(getattr(self.study, name))
-        assert self.report
-        return self.report[name]
+        return self.result[name] if self.result else run_record.plain(getattr(self.study, name))
 
     @property
     def by_other_flags(self) -> bool:
         """Whether a result misses the paper's setting only because of the run's flags."""
-        if not self.report or not self.has_result or self.said("setting")["level"] != "paper":
+        if self.result is None or self.said("setting")["level"] != "paper":
             return False
-        return not self.report["at_setting"]
+        return not self.result["at_setting"]
 
     @property
     def changed(self) -> str:
         """The result's flags that differ from the setting (`Study.changed`)."""
-        return self.study.changed(self.report["flags"]) if self.report and self.has_result else ""
+        return self.study.changed(self.result["flags"]) if self.result else ""
 
     @property
     def values(self) -> Sequence[Mapping[str, Any]]:
-        return self.report["values"] if self.report and self.has_result else ()
+        return self.result["values"] if self.result else ()
 
     @property
     def within(self) -> tuple[int, int]:
@@ -133,17 +132,15 @@ class Row:
     @cached_property
     def stale(self) -> bool:
         """Whether the program's sources or input files changed after the run."""
-        if not self.report or not self.has_result:
-            return False
-        return not self.study.is_unchanged(self.report)
+        return self.result is not None and not self.study.is_unchanged(self.result)
 
     @property
     def command(self) -> str:
         """The command that reproduces the result; without a result, the command for one."""
         name, reproduce = self.study.name, "python -m experiments.reproduce"
-        if not self.report or not self.has_result:
+        if self.result is None:
             return f"{reproduce} {name} --scale=full"
-        run = run_record.flat(self.report["flags"])
+        run = run_record.flat(self.result["flags"])
         scales: tuple[Any, ...] = ("full", "quick")
         for scale in scales:
             if run == run_record.flat(run_record.plain(self.study.at(scale))):
@@ -154,13 +151,8 @@ class Row:
         return " ".join([f"python -m {module}", *changed])
 
     @property
-    def needed(self) -> str:
-        """The command of a row that needs the paper's GPU or model; empty for other rows."""
-        return self.study.command
-
-    @property
     def pictures(self) -> Sequence[Path]:
-        found = sorted(self.folder.glob("*.png")) if self.has_result else ()
+        found = sorted(self.folder.glob("*.png")) if self.result else ()
         return [path for path in found if path.is_file()]
 
     @property
@@ -207,7 +199,7 @@ def counted(of: Iterable[Row]) -> dict[str, int]:
 def summary_table(of: Sequence[Row], up: str) -> str:
     """A line for each paper: its figures and tables by verdict. up: path from page to root."""
     lines = [
-        f"| | {' | '.join(verdict for verdict in VERDICTS)} |",
+        f"| | {' | '.join(VERDICTS)} |",
         f"|{'---|' * (len(VERDICTS) + 1)}",
     ]
     for paper, (name, _, _) in PAPERS.items():
@@ -227,7 +219,7 @@ def summary_table(of: Sequence[Row], up: str) -> str:
 def _linked(row: Row, up: str) -> str:
     """The row's label, linked to its picture, report or program. The first letter of its kind
     follows, and a star if `by_other_flags`."""
-    target = next(iter(row.pictures), row.folder / "report.json" if row.has_result else None)
+    target = next(iter(row.pictures), row.folder / "report.json" if row.result else None)
     path = (target or Path(row.study.file)).relative_to(ROOT)
     star = "*" if row.by_other_flags else ""
     return f"[{row.label}]({up}{path})<sup>{row.said('kind')[0]}{star}</sup>"
@@ -259,19 +251,8 @@ def matrix(results: Path, presets: Sequence[str] = ()) -> str:
     report = read(results / "composition")
     if report is None:
         return "No result yet; `python -m experiments.composition` makes it, in an hour."
-    cells = {(cell["preset"], cell["feature"]): cell["verdict"] for cell in report["rows"]}
-    names = [name for name, _ in cells if not presets or name in presets]
-    columns, features = list(dict.fromkeys(names)), dict.fromkeys(name for _, name in cells)
-    lines = [
-        f"| {' | '.join(['', *map(_words, columns)])} |",
-        f"|---|{':-:|' * len(columns)}",
-        *(
-            f"| {_words(feature)} | "
-            f"{' | '.join(MARKS.get(cells.get((name, feature), ''), '') for name in columns)} |"
-            for feature in features
-        ),
-    ]
-    return "\n".join(lines)
+    cells = [Cell(**row) for row in report["rows"]]
+    return markdown([each for each in cells if each.preset in (presets or PRESETS)], False)
 
 
 def kernel_table(results: Path) -> str:
@@ -355,7 +336,7 @@ def environment() -> Any:
         "shown": lambda value: (
             " to ".join(map(shown, value)) if isinstance(value, list) else shown(value)
         ),
-        "words": lambda name: name.replace("_", " "),
+        "words": _words,
         "hardware": run_record.hardware_line,
         "data": lambda path: base64.b64encode(path.read_bytes()).decode(),
     }

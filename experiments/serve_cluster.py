@@ -96,19 +96,15 @@ def simulated(flags: ClusterFlags, model: ModelConfig) -> SimulatedCluster:
     )
 
 
-def live(make: Callable[..., LiveCluster]) -> Callable[..., LiveCluster]:
-    """(flags, model) -> cluster of `make`, which is `runners.threads` or `runners.ray_actors`."""
-
-    def made(flags: ClusterFlags, model: ModelConfig) -> LiveCluster:
-        return make(flags, model, flags.engine, flags.num_gpus, rebalance_s=flags.rebalance_s)
-
-    return made
+def live(make: Callable[..., LiveCluster], flags: ClusterFlags, model: ModelConfig) -> LiveCluster:
+    """The cluster of `make`, which is `runners.threads` or `runners.ray_actors`."""
+    return make(flags, model, flags.engine, flags.num_gpus, rebalance_s=flags.rebalance_s)
 
 
 MAKE: dict[str, Callable[[ClusterFlags, ModelConfig], AnyCluster]] = {
     "simulated": simulated,
-    "threads": live(runners.threads),
-    "ray": live(runners.ray_actors),
+    "threads": partial(live, runners.threads),
+    "ray": partial(live, runners.ray_actors),
 }
 
 
@@ -139,7 +135,7 @@ def prepare(
         names = popularity.assign(given, flags.popularity, len(requests), config.seed)
     arrivals = [
         Arrival(
-            each.arrival_s, each.prompt,  # type: ignore[arg-type]
+            each.arrival_s, each.prompt,
             SamplingParams(max_tokens=each.max_tokens, ignore_eos=True, seed=i), name,
         )
         for i, (each, name) in enumerate(zip(requests, names, strict=True))

@@ -9,8 +9,6 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-LEAST_S = 0.002  # least time of a round of a short call
-
 
 @dataclass(frozen=True)
 class Case:
@@ -19,37 +17,27 @@ class Case:
     work: Callable[..., Any]
     prepare: Callable[[], Any] | None = None
 
-    def seconds(self, calls: int = 1) -> float:
-        """Seconds of a call, the mean of `calls` calls in a row, all with one prepared argument."""
+    def seconds(self) -> float:
         arguments = () if self.prepare is None else (jax.block_until_ready(self.prepare()),)
         began = time.perf_counter()
-        for _ in range(calls):
-            out = self.work(*arguments)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - began) / calls
+        jax.block_until_ready(self.work(*arguments))
+        return time.perf_counter() - began
 
 
 def medians_s(
-    cases: Mapping[str, Case | Callable[[], Any]], rounds: int, title: str = "",
-    least_s: float = 0.0,
-) -> dict[str, float]:  # fmt: skip
+    cases: Mapping[str, Case | Callable[[], Any]], rounds: int, title: str = ""
+) -> dict[str, float]:
     """Seconds of a call of each case, median over rounds. The cases take turns, so that a slow
     spell of the machine affects all cases. The first turn is a warm-up.
 
     title: title of the progress bar; empty for no bar.
-    least_s: a round repeats a case until it takes about this time.
     """
     all_cases = {n: case if isinstance(case, Case) else Case(case) for n, case in cases.items()}
     times: dict[str, list[float]] = {name: [] for name in cases}
-    calls = dict.fromkeys(cases, 1)
-    for turn in tqdm(range(rounds + 1), title, unit=" rounds", disable=not title):
+    for _ in tqdm(range(rounds + 1), title, unit=" rounds", disable=not title):
         for name, case in all_cases.items():
-            seconds = case.seconds(calls[name])
-            if turn:
-                times[name].append(seconds)
-            elif least_s:
-                calls[name] = max(1, int(least_s / case.seconds()))
-    return {name: float(np.median(seconds)) for name, seconds in times.items()}
+            times[name].append(case.seconds())
+    return {name: float(np.median(seconds[1:])) for name, seconds in times.items()}
 
 
 def medians_ms(

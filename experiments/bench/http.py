@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from experiments import serve
 from experiments.bench import http_load
-from experiments.bench.http_client import Answer, open_loop, read
+from experiments.bench.http_load import Answer, open_loop, read
 from experiments.lib import near_ties, report
 from experiments.lib.engines import load_engine
 from experiments.lib.flags import loading

@@ -25,14 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bench import race
-from experiments.bench.race import (
-    Contestant,
-    RaceFlags,
-    Row,
-    System,
-    model_config,
-    model_folder,
-)
+from experiments.bench.race import Contestant, RaceFlags, Row, System
 from experiments.lib.typed_flags import flag
 from experiments.study import Setting, Study, Values
 from models import checkpoint
@@ -60,7 +53,7 @@ def check(flags: TransformersFlags) -> None:
             f"a batch of {max(flags.batches)} exceeds max_num_seqs ({flags.config.max_num_seqs})"
         )
     for name in flags.models:
-        most = model_config(name).max_position_embeddings
+        most = race.model_config(name).max_position_embeddings
         if flags.longest > most:
             raise ValueError(
                 f"the longest prompt and {flags.output_tokens} tokens exceed the context of "
@@ -101,7 +94,7 @@ def race_model(name: str, folder: Path, flags: TransformersFlags) -> Iterator[Ro
 def measure(flags: TransformersFlags, _) -> Iterator[Row]:
     for name in flags.models:
         with tempfile.TemporaryDirectory() as scratch:
-            yield from race_model(name, model_folder(name, Path(scratch), flags.seed), flags)
+            yield from race_model(name, race.model_folder(name, Path(scratch), flags.seed), flags)
 
 
 def values(_: TransformersFlags, rows: Sequence[Row]) -> Values:

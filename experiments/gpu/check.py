@@ -6,7 +6,7 @@ It needs the repository and JAX with CUDA, but no absl: its flags are argparse's
 libraries that can be imported are timed as peers. In order:
 
 1. every op and named argument spec: errors against `reference` in float32, and bit equality of
-   two runs; also long contexts, large logits, and chunks after long histories (correctness.py);
+   two runs; also long contexts, large logits, and chunks after long histories;
 2. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
 3. the median time of every kernel and spec on the device, beside its floor at these rates;
 4. the engine's decode step at Llama-3-8B's shapes, beside the floor of its weights and KV cache, if
@@ -30,9 +30,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from experiments.gpu import peers
-from experiments.gpu.correctness import Check, check, jitted, specs_to_check
 from experiments.lib import run_record
 from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
@@ -56,6 +55,50 @@ FIRST = (
 
 
 @dataclass(frozen=True)
+class Check:
+    """The errors of one op, spec and implementation.
+
+    largest_error: largest absolute error over all results.
+    of_bound: largest error as a fraction of the error bound; at most 1 passes.
+    repeats_to_the_bit: whether two calls give bit-identical results.
+    """
+
+    op: str
+    spec: str
+    implementation: str
+    largest_error: float
+    of_bound: float
+    repeats_to_the_bit: bool
+
+    @property
+    def passes(self) -> bool:
+        # XLA's scatters may add in any order.
+        repeats = self.repeats_to_the_bit or self.implementation == "xla"
+        return self.of_bound <= 1 and repeats
+
+
+def jitted(function: Callable) -> Callable:
+    """`function`, jitted if there is a GPU. Without a GPU, kernels are interpreted, and their
+    threads would deadlock inside one jitted program on few cores."""
+    return jax.jit(function) if backend.current_gpu() else function
+
+
+def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
+    arguments = spec.arguments(jax.random.key(0))
+    call = jitted(partial(spec.op, implementation=implementation, **spec.options))
+    found, again = (spec.results(arguments, call(**arguments)) for _ in range(2))
+    errors, of_bound = spec.errors(arguments, found)
+    return Check(
+        op,
+        name,
+        implementation,
+        largest_error=float(np.max(errors)),
+        of_bound=of_bound,
+        repeats_to_the_bit=all(np.array_equal(f, a) for f, a in zip(found, again)),
+    )
+
+
+@dataclass(frozen=True)
 class Timing:
     """The time of a call.
 
@@ -73,6 +116,17 @@ class Timing:
     @property
     def share_of_floor(self) -> float:
         return self.floor_seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class PeerTiming:
+    """Seconds of a call of another library's kernel, or the problem that kept it from running."""
+
+    op: str
+    spec: str
+    peer: str
+    seconds: float | None
+    problem: str | None = None
 
 
 def device_seconds(function: Callable, *arguments) -> float:
@@ -154,6 +208,21 @@ def time_engine(small: bool, rates: Rates) -> Timing:
     return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
 
+def time_peer(op: str, spec: str, peer: str, call: Callable[[Callable], float]) -> PeerTiming:
+    """Time a peer's kernel. call: (device_seconds) -> seconds of one kernel call."""
+    try:
+        return PeerTiming(op, spec, peer, call(device_seconds))
+    except Exception as error:  # A peer's failure must not end the check of our kernels.
+        problem = f"{type(error).__name__}: {str(error)[:100]}".splitlines()[0]
+        return PeerTiming(op, spec, peer, None, problem)
+
+
+def specs_to_check(small: bool) -> list[tuple[str, str, Spec]]:
+    """Every op and spec, shortened to sizes that `reference` can compute, and further specs for
+    cases that the shortened specs do not cover."""
+    return [(op, name, spec) for op in OPS for name, spec in OPS[op].checked(small).items()]
+
+
 def specs_to_time(small: bool) -> list[tuple[str, str, Spec]]:
     if small:
         return specs_to_check(small)
@@ -169,7 +238,7 @@ class Results:
         self.checks: list[Check] = []
         self.rates: dict[str, float] | None = None
         self.timings: list[Timing] = []
-        self.peers: list[peers.PeerTiming] = []
+        self.peers: list[PeerTiming] = []
         self.failed: dict[str, str] = {}
         self.left_out: list[str] = []
         self._environment = run_record.describe_environment()
@@ -261,8 +330,9 @@ def main(argv: list[str]) -> str | None:
     print(rates)
     check_and_time(to_time, time_spec, results.timings, True, rates, most_sets)
     results.add(results.timings, "engine step", time_engine, small, rates)
-    for peer in peers.of(arguments.op, small):
-        results.add(results.peers, str(peer), peer.time, device_seconds)
+    for op in (op for op in OPS if op in arguments.op):
+        for (spec, peer), call in OPS[op].timed_peers(small).items():
+            results.add(results.peers, f"{op} {spec} {peer}", time_peer, op, spec, peer, call)
     check_and_time(to_check, check, results.checks, False)
     quick = [(op, *spec) for op, *spec in to_time if small or spec[0] not in OPS[op].slow_as_xla]
     check_and_time(quick, time_spec, results.timings, False, rates, most_sets)

@@ -34,20 +34,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments.gpu.step_report import (
-    MOST_TEMPORARY,
-    Report,
-    Step,
-    report_of,
-    show,
-)
+from experiments.gpu.step_report import MOST_TEMPORARY, Report, Step, report_of, show
 from experiments.lib import run_record
 from experiments.lib.engines import GPU_PAGE_SIZE
 from experiments.lib.program import Program, refusals
 from experiments.lib.typed_flags import Flags, ModelFlags, Output, flag
 from experiments.policies import COMPILED
 from models import checkpoint
-from models.config import ModelConfig
 from paged.adapters.pool import AdapterPool
 from paged.checks import help_of
 from paged.config import EngineConfig
@@ -90,42 +83,41 @@ class StepFlags(Flags):
     )
 
 
-def compile_step(
-    model: ModelConfig, target: str, step: Step, *, tensor_parallel: int = 1,
-    page_size: int = GPU_PAGE_SIZE, dtype="bfloat16", whole_products: bool = False,
-    policy: str = "vllm", streaming_share: float = 0.5, kv_bits: int = 16,
-) -> tuple[Report, str]:  # fmt: skip
+def compile_step(flags: StepFlags) -> tuple[Report, str]:
     """Compile the engine's step at the model's shapes, with KV pools that fill the GPU. Returns the
     report, and the program's HLO text.
 
-    streaming_share: share of KV heads that stream, for policies with streaming heads.
-    kv_bits: bits of keys and values, for policies that quantise them.
-
     Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
     """
+    model = checkpoint.load_config(MODELS / flags.model)
+    if flags.layers:
+        model = model.replace(num_layers=flags.layers)
+    step = Step(
+        flags.decodes, flags.prefill_tokens, flags.context, flags.adapter_slots, flags.adapter_rank
+    )
     if step.prefill_tokens > step.context:
         raise ValueError(
             f"a prompt of {step.prefill_tokens} tokens is longer than the context of {step.context}"
         )
-    gpu = TARGETS[target]
-    shards = Shards(model, tensor_parallel, aot.devices(target, tensor_parallel), dtype)
+    gpu, dtype, tensor_parallel = TARGETS[flags.target], flags.dtype, flags.tensor_parallel
+    shards = Shards(model, tensor_parallel, aot.devices(flags.target, tensor_parallel), dtype)
     abstract = shards.abstract_params(dtype)
     weight_bytes = sum(map(_bytes_on_device, jax.tree.leaves(abstract)))
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
-    compiled_as = COMPILED[policy]
-    options = compiled_as.options(model, streaming_share, kv_bits)
-    can = EngineConfig(policy=policy, policy_options=options).capabilities
+    compiled_as = COMPILED[flags.policy]
+    options = compiled_as.options(model, flags.streaming_share, flags.kv_bits)
+    can = EngineConfig(policy=flags.policy, policy_options=options).capabilities
     whole = not can.chunked_prefill
     config = EngineConfig(
         max_num_seqs=step.decodes,
         max_num_batched_tokens=max(step.context if whole else step.prefill_tokens, step.decodes),
         chunked_prefill=not whole,
         max_model_len=step.context,
-        page_size=page_size,
+        page_size=flags.page_size,
         tensor_parallel=tensor_parallel,
         adapter_slots=step.adapters,
         max_adapter_rank=step.rank,
-        policy=policy,
+        policy=flags.policy,
         policy_options=options,
     )
     slots = AdapterPool.declare(config, None)
@@ -137,8 +129,8 @@ def compile_step(
     if needed > kv_cache_tokens:
         raise ValueError(
             f"{step.decodes} sequences of {step.context} tokens and a prompt of "
-            f"{step.prefill_tokens} need a KV cache of {needed} tokens, but {target} has room for "
-            f"{max(0, kv_cache_tokens)}"
+            f"{step.prefill_tokens} need a KV cache of {needed} tokens, but {flags.target} has "
+            f"room for {max(0, kv_cache_tokens)}"
         )
     config = replace(config, kv_cache_tokens=kv_cache_tokens)
     step = compiled_as.step(step, config, shards, dtype)
@@ -152,7 +144,7 @@ def compile_step(
     with tempfile.TemporaryDirectory() as folder, backend.compiling_for(gpu.gpu):
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         shape = step.prefill_tokens, step.decodes
-        how = GPU_OPTIONS | (WHOLE_PRODUCTS if whole_products else {})
+        how = GPU_OPTIONS | (WHOLE_PRODUCTS if flags.whole_products else {})
         compiled = program.compile(shape, abstract, adapters, cache, state, how)
         reports = [path.read_text() for path in Path(folder).glob("*.ptxas")]
     del os.environ["MOSAIC_GPU_DUMP_TO"]
@@ -210,24 +202,8 @@ def _bytes_on_device(x: jax.ShapeDtypeStruct) -> int:
 
 
 def main(flags: StepFlags, output: Output) -> None:
-    model = checkpoint.load_config(MODELS / flags.model)
-    if flags.layers:
-        model = model.replace(num_layers=flags.layers)
-    adapters = flags.adapter_slots, flags.adapter_rank
-    step = Step(flags.decodes, flags.prefill_tokens, flags.context, *adapters)
     with refusals():
-        report, text = compile_step(
-            model,
-            flags.target,
-            step,
-            tensor_parallel=flags.tensor_parallel,
-            page_size=flags.page_size,
-            dtype=flags.dtype,
-            whole_products=flags.whole_products,
-            policy=flags.policy,
-            streaming_share=flags.streaming_share,
-            kv_bits=flags.kv_bits,
-        )
+        report, text = compile_step(flags)
     print(show(report))
     if output.output_dir:
         environment = run_record.describe_environment()

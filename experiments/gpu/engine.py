@@ -14,7 +14,6 @@ import numpy as np
 from experiments.lib.engines import GPU_PAGE_SIZE
 from models import checkpoint
 from models import params as parameters
-from models.config import ModelConfig
 from models.families import family
 from paged.config import EngineConfig
 from paged.device.step import StepProgram
@@ -35,10 +34,7 @@ def time_decode_step(small: bool) -> tuple[str, float, Cost]:
         else (checkpoint.load_config(LLAMA), 64, 4096)
     )
     name = f"{'bundled' if small else LLAMA.name}, {decodes} sequences of {context} tokens"
-    return name, *_seconds_and_cost(model, decodes, context, jnp.bfloat16)
-
-
-def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> tuple[float, Cost]:
+    dtype = jnp.bfloat16
     config = EngineConfig(
         max_num_seqs=decodes,
         max_num_batched_tokens=decodes,
@@ -67,4 +63,4 @@ def _seconds_and_cost(model: ModelConfig, decodes: int, context: int, dtype) -> 
     start = time.perf_counter()
     run(STEPS, cache, state)
     seconds = (time.perf_counter() - start) / STEPS
-    return seconds, step_cost(model, [context] * decodes, dtype=dtype)
+    return name, seconds, step_cost(model, [context] * decodes, dtype=dtype)

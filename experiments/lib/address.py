@@ -24,10 +24,10 @@ def repository(root: Path = ROOT) -> str | None:
     return project.get("urls", {}).get("Repository")
 
 
-def stamp(root: Path = ROOT) -> None:
+def stamp() -> None:
     """Write badge and source into each notebook; without an address, remove them."""
-    for path in sorted((root / "notebooks").glob("*.ipynb")):
-        run_record.write_whole(path, stamped(path.read_text(), path.name, repository(root)))
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        run_record.write_whole(path, stamped(path.read_text(), path.name, repository()))
 
 
 def stamped(notebook: str, name: str, url: str | None) -> str:

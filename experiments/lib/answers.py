@@ -1,19 +1,22 @@
-"""The answers of a run and their accuracy, alone or paired with another run on the same prompts."""
+"""The answers of a run and their accuracy, alone or paired with another run on the same prompts.
+
+Intervals come from resampling prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 from experiments.lib import reference
-from experiments.lib.bootstrap import mean_interval
 from experiments.lib.kv_held import Held
 from experiments.lib.reference import Distributions, Key
 from experiments.lib.text_files import read_csv, shown
 
 ALL = "all"  # the task of a row that is pooled over all settings; its context is 0
 Interval = tuple[float, float, float]
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,26 @@ class Evaluation:
     answers: list[Answer] = field(default_factory=list)
     distributions: dict[Key, Distributions] = field(default_factory=dict)
     held: dict[tuple[str, int], list[Held]] = field(default_factory=dict)
+
+
+def mean_interval(values, seed: int = 0) -> Interval:
+    """(mean of `values` [n], lower bound, upper bound of its 95 % percentile bootstrap interval).
+
+    To compare two systems on the same prompts, pass each prompt's difference, so that resampling
+    keeps the pairs together. Raises ValueError if there is no value.
+    """
+    values = np.asarray(values, np.float64)
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(
+            f"an interval needs a list of at least one value, not shape {values.shape}"
+        )
+    mean = float(values.mean())
+    if len(values) == 1:  # scipy needs two values
+        return mean, mean, mean
+    found = stats.bootstrap(
+        [values], np.mean, n_resamples=RESAMPLES, method="percentile", rng=seed
+    ).confidence_interval
+    return mean, float(found.low), float(found.high)
 
 
 def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:

@@ -59,11 +59,8 @@ class LayerTimes:
     def thinned(self) -> "LayerTimes":
         """One batch per quarter octave of tokens, because otherwise long batches dominate a fit."""
         _, first = np.unique(np.round(4 * np.log2(self.tokens)), return_index=True)
-        return self._of(first)
-
-    def _of(self, which: np.ndarray) -> "LayerTimes":
-        seconds = {name: times[which] for name, times in self.seconds.items()}
-        return layer_times(self.model, self.shards, self.tokens[which], seconds, self.file)
+        seconds = {name: times[first] for name, times in self.seconds.items()}
+        return layer_times(self.model, self.shards, self.tokens[first], seconds, self.file)
 
 
 def layer_times(

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.lib import shipped
 from experiments.lib.shipped import ROOT
@@ -35,7 +35,7 @@ def inputs_hash(file: str | Path, flags: Mapping[str, Any]) -> str:
     results are none of its inputs, nor is the folder of compiled programs.
     """
     file = Path(file).resolve()
-    texts = {text for path in _closure(file) for text in _texts(path, _state(path))}
+    texts = {text for path in _closure(file) for text in _source(path).texts}
     found = {path for name in INPUTS for path in _inside(ROOT / name)}
     found |= {ROOT / text for text in texts if (ROOT / text).is_file()}
     for text in _flag_texts(x for name, x in flags.items() if name != "compilation_cache"):
@@ -74,20 +74,30 @@ def _content(path: Path, state: tuple[int, int]) -> str:
     return checkpoint.files_hash([path])
 
 
-@functools.cache
-def _texts(file: Path, state: tuple[int, int]) -> frozenset[str]:
-    """The texts in a Python file that may be paths of files in the project."""
-    nodes = ast.walk(ast.parse(file.read_bytes()))
-    texts = (node.value for node in nodes if isinstance(node, ast.Constant))
-    return frozenset(text for text in texts if isinstance(text, str) and PATH.fullmatch(text))
-
-
 def code_hash(files: Iterable[Path]) -> str:
     """SHA-256, in hex, of the code of Python files, without comments and docstrings."""
-    return _hash(tuple((file, _state(file)) for file in sorted(files)))
+    return _hash(tuple(_source(file).code for file in sorted(files)))
 
 
 # Each row of a study needs the hash, and parsing takes seconds: results are cached by file state.
+
+
+@functools.lru_cache(maxsize=64)
+def _hash(codes: tuple[str, ...]) -> str:
+    return hashlib.sha256("\n".join(codes).encode()).hexdigest()
+
+
+class Source(NamedTuple):
+    """A Python file: its syntax tree without docstrings, as text; its texts that may be paths of
+    files in the project; and the project's files that it imports."""
+
+    code: str
+    texts: frozenset[str]
+    imports: tuple[Path, ...]
+
+
+def _source(file: Path) -> Source:
+    return _parsed(file, _state(file))
 
 
 def _state(file: Path) -> tuple[int, int]:
@@ -95,19 +105,17 @@ def _state(file: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-@functools.lru_cache(maxsize=64)
-def _hash(files: tuple[tuple[Path, tuple[int, int]], ...]) -> str:
-    code = "\n".join(_code(file, state) for file, state in files)
-    return hashlib.sha256(code.encode()).hexdigest()
-
-
 @functools.cache
-def _code(file: Path, state: tuple[int, int]) -> str:
+def _parsed(file: Path, state: tuple[int, int]) -> Source:
     tree = ast.parse(file.read_bytes())
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant))
+    paths = frozenset(text for text in texts if isinstance(text, str) and PATH.fullmatch(text))
+    imports = tuple(path for node in nodes for name in _names(node) for path in _files(name))
+    for node in nodes:
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             del node.body[0]
-    return ast.dump(tree)
+    return Source(ast.dump(tree), paths, imports)
 
 
 def _closure(file: Path) -> set[Path]:
@@ -116,25 +124,21 @@ def _closure(file: Path) -> set[Path]:
     while left:
         if (path := left.pop()) not in found:
             found.add(path)
-            left += _imports(path, _state(path))
+            left += _source(path).imports
     return found
 
 
-@functools.cache
-def _imports(file: Path, state: tuple[int, int]) -> list[Path]:
-    return [path for name in _names(file) for path in _files(name.split("."))]
+def _names(node: ast.AST) -> Iterator[str]:
+    """The names of modules that a statement imports, or of what it imports from them."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _names(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def _files(parts: list[str]) -> Iterator[Path]:
+def _files(name: str) -> Iterator[Path]:
     """The files of a module and of its packages; none for a module outside the project."""
+    parts = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ROOT.joinpath(*parts[:end])
         yield from (p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file())

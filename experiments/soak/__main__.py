@@ -53,10 +53,9 @@ from experiments.lib.signals import Stop
 from experiments.lib.typed_flags import ModelFlags, Output, flag
 from experiments.soak.checks import KINDS, Violation
 from experiments.soak.comparison import LOGPROB_TOLERANCE
-from experiments.soak.engines import make_users, warm_up
 from experiments.soak.mechanisms import check_mechanisms, named_mechanisms, observe
 from experiments.soak.operations import OPERATIONS
-from experiments.soak.users import Users
+from experiments.soak.users import Users, make_users
 from models import checkpoint
 from paged.config import EngineConfig
 from paged.kv_cache.dense import DenseHost
@@ -260,28 +259,19 @@ def plot(samples: Sequence[Sample], path: Path, title: str, footer: str) -> None
     run_record.save_figure(figure, path, dpi=130)
 
 
-def write(output_dir: str | Path, samples: Sequence[Sample], numbers: dict, facts: dict) -> None:
-    """Write all files of a run."""
-    environment = run_record.describe_environment()
-    run_record.write_csv(output_dir, "samples.csv", samples)
-    run_record.write_json(output_dir, "report.json", facts | {"measured": numbers} | environment)
-    run_record.write_summary(output_dir, numbers)
-    title = f"{numbers['requests']:,} requests in {numbers['steps']:,} steps"
-    footer = run_record.hardware_line(environment)
-    plot(samples, Path(output_dir) / "soak.png", title, footer)
-
-
 def main(flags: SoakFlags, output: Output) -> int:
-    config = flags.engine
+    config, folder = flags.engine, output.folder
     with refusals():
         model = checkpoint.load_config(flags.model)
-        served = asked_for(flags.adapters, model, config, flags.dtype, output.folder)
+        served = asked_for(flags.adapters, model, config, flags.dtype, folder)
         users = make_users(
             config, config.seed, flags.check_share, flags.interrupts, flags.logprob_tolerance,
             served, **loading(flags),
         )  # fmt: skip
         named = named_mechanisms(users)
-    warm_up(users)
+    # The reference's programs come first: compilations are counted for the whole process.
+    users.reference.warm_up()
+    users.engine.warm_up()
     with Stop() as stop:
         samples, steps, wrong = run(
             users,
@@ -294,35 +284,35 @@ def main(flags: SoakFlags, output: Output) -> int:
         if not partial:  # memory of an interrupted run may not have settled
             wrong = wrong or check_growth(growth(samples), flags.max_rss_growth_mib)
             wrong = wrong or check_mechanisms(named, users.counts)
-        finish(users, samples, steps, wrong, partial, flags, output.folder)
+        numbers = summary(users, samples, steps, wrong) | {"partial": int(bool(partial))}
+        facts = {
+            "experiment": "soak",
+            "flags": flags,
+            "seed": config.seed,
+            "weights_sha256": checkpoint.weights_hash(flags.model),
+            "violation": wrong and f"{wrong}",
+            "partial": partial,
+            "measured": numbers,
+        }
+        environment = run_record.describe_environment()
+        run_record.write_csv(folder, "samples.csv", samples)
+        run_record.write_json(folder, "report.json", facts | environment)
+        run_record.write_summary(folder, numbers)
+        title = f"{numbers['requests']:,} requests in {numbers['steps']:,} steps"
+        plot(samples, folder / "soak.png", title, run_record.hardware_line(environment))
+        tell(numbers, wrong, partial, flags, folder)
     return 128 + stop.signal if stop.signal else 0
 
 
-def finish(
-    users: Users,
-    samples: Sequence[Sample],
-    steps: int,
-    wrong: Exception | None,
-    partial: str | None,
-    flags: SoakFlags,
-    folder: Path,
+def tell(
+    numbers: dict, wrong: Exception | None, partial: str | None, flags: SoakFlags, folder: Path
 ) -> None:
-    """Write and print the results. Exits with an error if `wrong` is not None. partial: name of the
-    signal that interrupted the run."""
-    numbers = summary(users, samples, steps, wrong) | {"partial": int(bool(partial))}
-    facts = {
-        "experiment": "soak",
-        "flags": flags,
-        "seed": flags.engine.seed,
-        "weights_sha256": checkpoint.weights_hash(flags.model),
-        "violation": wrong and f"{wrong}",
-        "partial": partial,
-    }
-    write(folder, samples, numbers, facts)
+    """Print the results; exit with an error if `wrong` is not None."""
     for name, value in numbers.items():
         print(f"{name:28} {value:,.6g}" if isinstance(value, float) else f"{name:28} {value:,}")
     if wrong:
         traceback.print_exception(wrong)
+        steps = numbers["steps"]
         if isinstance(wrong, Violation) and wrong.kind == "unexercised":
             sys.exit(f"nothing lost in {steps} steps, but {wrong}")
         sys.exit(

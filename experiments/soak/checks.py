@@ -1,7 +1,4 @@
-"""Invariants of an engine's outputs and internal state under any sequence of calls.
-
-Used by experiments/soak/__main__.py.
-"""
+"""Invariants of an engine's outputs and internal state under any sequence of calls."""
 
 from collections import deque
 from collections.abc import Callable

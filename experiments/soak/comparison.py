@@ -1,7 +1,4 @@
-"""Comparison of an output with the output of its request served alone, up to near ties.
-
-Used by experiments/soak/__main__.py.
-"""
+"""Comparison of an output with the output of its request served alone, up to near ties."""
 
 import functools
 from collections.abc import Sequence
@@ -48,7 +45,8 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tol
     if not _close(output.prompt_logprobs, alone.prompt_logprobs, tolerance):
         return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
     near_ties, left = 0, dict(enumerate(alone.sequences))
-    for place, ours in _longest_first(output.sequences):
+    # An aborted sequence may be a prefix of several samples, so longer ones are matched before it.
+    for place, ours in sorted(enumerate(output.sequences), key=lambda item: -len(item[1].tokens)):
         i = (
             max(left, key=lambda i: num_common(ours.tokens, left[i].tokens))
             if asked.how.ranks
@@ -70,12 +68,6 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tol
         if best > worst:
             return f"{_otherwise(output, alone)}: the best {len(output.sequences)} are others", 0
     return None, near_ties
-
-
-def _longest_first(sequences: Sequence[SequenceOutput]) -> list[tuple[int, SequenceOutput]]:
-    """(index, sequence), longest first: an aborted sequence may be a prefix of several samples, so
-    longer sequences are matched before it."""
-    return sorted(enumerate(sequences), key=lambda item: -len(item[1].tokens))
 
 
 def _is_same(ours: SequenceOutput, theirs: SequenceOutput, tolerance: float) -> bool:

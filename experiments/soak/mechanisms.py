@@ -1,7 +1,4 @@
-"""Checks that every mechanism enabled by a soak's flags has occurred, such as a page selection.
-
-Used by experiments/soak/__main__.py.
-"""
+"""Checks that every mechanism enabled by a soak's flags has occurred, such as a page selection."""
 
 from collections.abc import Iterable
 
@@ -15,7 +12,12 @@ def named_mechanisms(users: Users) -> list[Mechanism]:
 
     Raises ValueError for a mechanism that cannot occur.
     """
-    found = [*_of_users(users), *_of_engine(users)]
+    found = []
+    if users.check_share:
+        found.append(Mechanism("compared", "no comparison", "a larger --check_share, or more time"))
+    if users.interrupts.share:
+        found.append(Mechanism("interrupted", "no interrupt", "more --interrupts, or more time"))
+    found += _of_engine(users)
     if of_policy := SOAKED.get(users.engine.config.policy):
         found += of_policy.named(users.engine)
     for each in found:
@@ -36,15 +38,6 @@ def observe(users: Users) -> None:
     """Count occurrences of the policy's mechanisms in the device's state, between two steps."""
     if of_policy := SOAKED.get(users.engine.config.policy):
         users.counts.update(of_policy.seen(users.engine))
-
-
-def _of_users(users: Users) -> list[Mechanism]:
-    found = []
-    if users.check_share:
-        found.append(Mechanism("compared", "no comparison", "a larger --check_share, or more time"))
-    if users.interrupts.share:
-        found.append(Mechanism("interrupted", "no interrupt", "more --interrupts, or more time"))
-    return found
 
 
 def _of_engine(users: Users) -> list[Mechanism]:

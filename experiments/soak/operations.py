@@ -1,6 +1,6 @@
 """OPERATIONS: the users' operations on an engine, each with its probability per step.
 
-Used by experiments/soak/__main__.py. A new feature of the engine needs one more entry.
+A new feature of the engine needs one more entry.
 """
 
 import random

@@ -6,27 +6,24 @@ to any step, at any speed.
 
 import functools
 import random
+import signal
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from experiments.soak.checks import (
-    Asked,
-    Violation,
-    check_memory,
-    check_slots,
-    holdings,
-    takes_back,
-    what_is_wrong,
-)
+from experiments.lib.engines import load_engine
+from experiments.soak import checks
+from experiments.soak.checks import Asked, Violation
 from experiments.soak.comparison import LOGPROB_TOLERANCE, compare
-from experiments.soak.interrupts import Interruption, Interrupts
+from paged.config import EngineConfig
 from paged.engine import Engine, OutputStream
 from paged.kv_cache.moves import Moves
+from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.validation import token_limit
@@ -65,9 +62,45 @@ COUNTED = (
     "ended_eos", "ended_length", "ended_stop", "ended_abort", "closed", "refused",
     "pinned_prefixes", "compared", "near_ties", "interrupted", "adapted", "adapters_evicted",
 )  # fmt: skip
-
+SHORTEST, LONGEST = -4.5, -1.5  # log10 of the seconds until a simulated Ctrl-C
+AGAIN_S = 1e-3  # seconds until the next one, if the engine was not in a call
 
 Operation = Callable[["Users", random.Random], None]
+
+
+class Interruption(KeyboardInterrupt):
+    """A simulated Ctrl-C, as opposed to a Ctrl-C from the keyboard."""
+
+
+class Interrupts:
+    """Interrupts a share of the operations within `around`, but only while `engine` is in a call,
+    because outputs that the engine has already returned must not be lost."""
+
+    def __init__(self, engine: Engine, share: float):
+        self._engine, self.share, self._armed = engine, share, False
+
+    @contextmanager
+    def around(self, rng: random.Random) -> Iterator[None]:
+        """A context in which Interruption may be raised. Only for the main thread."""
+        if not self.share or rng.random() >= self.share:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._ring)
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(SHORTEST, LONGEST))
+        try:
+            yield
+        finally:
+            self._armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _ring(self, *_) -> None:
+        if self._armed and self._engine._owner is not None:
+            self._armed = False
+            raise Interruption
+        if self._armed:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
 
 class Users:
@@ -109,7 +142,7 @@ class Users:
         self._ordinary = sorted(set(range(vocabulary)) - set(engine.tokenizer.all_special_ids))
         rng = random.Random(f"{seed} prefixes")
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
-        self._at_rest = holdings(engine)
+        self._at_rest = checks.holdings(engine)
         self._held = engine.host_policy.used_units()  # units in use without unfinished requests
         self._pinned = self._failures = self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
@@ -220,8 +253,8 @@ class Users:
         if self._without_record > 2:
             raise Violation("stuck", f"{self._without_record} steps in which nothing was computed")
         self._check_oldest()
-        check_memory(engine)
-        check_slots(engine)
+        checks.check_memory(engine)
+        checks.check_slots(engine)
 
     def drain(self) -> None:
         """Run until all requests have ended; then check that the engine is in its initial state."""
@@ -289,11 +322,11 @@ class Users:
             raise Violation("doubled", f"an output of {name}, which has ended or never was")
         if output.prompt_tokens != asked.prompt:
             raise Violation("wrong_output", f"{name} came back with another prompt")
-        if takes_back(output, asked):
+        if checks.takes_back(output, asked):
             raise Violation("wrong_output", f"{name} took back tokens that it had shown")
         asked.seen = [sequence.tokens for sequence in output.sequences]
         if output.finished:
-            wrong = what_is_wrong(output, asked, self.engine)
+            wrong = checks.what_is_wrong(output, asked, self.engine)
             if wrong:
                 raise Violation("wrong_output", f"{name}: {wrong}; {asked.how}")
             # Two kinds of outputs are not compared: aborted beam searches, because their length is
@@ -341,8 +374,8 @@ class Users:
 
     def check_at_rest(self) -> None:
         """Check that an engine without unfinished requests holds its initial state and the pins."""
-        check_memory(self.engine)
-        check_slots(self.engine)
+        checks.check_memory(self.engine)
+        checks.check_slots(self.engine)
         for name, units in self.engine.host_policy.used_units().items():
             leaked = np.setxor1d(units, self._held[name])
             if len(leaked):
@@ -352,7 +385,36 @@ class Users:
             raise Violation("doubled", "an output with nothing unfinished")
 
     def check_held(self, expected: dict[str, int], when: str) -> None:
-        held = holdings(self.engine)
+        held = checks.holdings(self.engine)
         changed = [f"{k} holds {held[k]}, not {n}" for k, n in expected.items() if held[k] != n]
         if changed:
             raise Violation("leaked_state", f"{when}: {'; '.join(changed)}")
+
+
+def reference_config(config: EngineConfig) -> EngineConfig:
+    """The configuration for one request at a time: ample memory, no prefix caching, no running
+    ahead."""
+    most, longest = min(MOST_SEQUENCES, config.max_num_seqs), config.max_model_len
+    return replace(
+        config, max_num_seqs=most, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
+        kv_cache_tokens=most * (longest + config.page_size), watermark=0.0,
+    )  # fmt: skip
+
+
+def make_users(
+    config: EngineConfig, seed: int, check_share: float, interrupts: float, tolerance: float,
+    served: Sequence[Adapter] = (), **model: Any,
+) -> Users:  # fmt: skip
+    """Users of an engine that is not warmed up yet.
+
+    served: the adapters of requests.
+    model: keyword arguments of `load_engine`.
+
+    Raises ValueError for an invalid configuration.
+    """
+    engine = load_engine(config, **model)
+    reference = load_engine(reference_config(config), **model)
+    for adapter in served:
+        engine.add_known_adapter(adapter)
+        reference.add_known_adapter(adapter)
+    return Users(engine, reference, seed, check_share, interrupts=interrupts, tolerance=tolerance)

@@ -143,24 +143,9 @@ def words() -> list[str]:
     """The distinct words of all stories, sorted. They are the tokenizer's pieces."""
     sentences = " ".join(sentence for part, _, _ in PARTS for sentence in part)
     literal = {w.strip(".,") for w in sentences.split() if "{" not in w}
-    lists: tuple[list[str], ...] = (
-        BOYS,
-        GIRLS,
-        ADULTS,
-        ANIMALS,
-        PLACES,
-        THINGS,
-        LOOKS,
-        SIZES,
-        MOODS,
-        FOODS,
-        WEATHER,
-    )
-    lists += (
-        TIMES,
-        SEASONS,
-        NUMBERS,
-        WAYS,
-        ["he", "him", "his", "she", "her", "He", "His", "She", "Her"],
-    )
+    pronouns = "he him his she her He His She Her".split()
+    lists = (
+        BOYS, GIRLS, ADULTS, ANIMALS, PLACES, THINGS, LOOKS, SIZES, MOODS, FOODS, WEATHER, TIMES,
+        SEASONS, NUMBERS, WAYS, pronouns,
+    )  # fmt: skip
     return sorted(literal.union(*lists))

@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -152,41 +153,22 @@ def chain_of_thought(rng, n: int) -> Problem:
     return Problem([], [(f"@{program}!{asked}@", f"{trace}!{asked}{values[asked]}.")])
 
 
-def evaluation_problem(task: str, rng, context_length: int) -> Problem:
-    """A problem of `task` at this length. Its difficulty grows with lengths up to 1,024 tokens."""
-    size = min(context_length, 1024)
-    match task:
-        case "needle":
-            return needles(rng, 1, int(rng.integers(1, 3)))
-        case "multikey":
-            return needles(rng, size // 32, 2)
-        case "chain":
-            return chains(rng, size // 86, 2, 1)
-        case "values":
-            return multiple_values(rng, size // 64, 2, 3)
-        case "count":
-            return ballots(rng, 3, 1, 6, 0, "*")
-        case "vote":
-            return ballots(rng, 3, 6, 10, 3, "^")
-        case "cot":
-            return chain_of_thought(rng, 10)
-        case "cot_long":
-            return chain_of_thought(rng, 24)
-        case "multikey_96":
-            return needles(rng, 96, 2)
-        case "values_24":
-            return multiple_values(rng, 24, 3, 4)
-        case "chain_17":
-            return chains(rng, 17, 2, 1)
-        case "cot_32":
-            return chain_of_thought(rng, 32)
-        case "cot_40":
-            return chain_of_thought(rng, 40)
-    raise ValueError(_unknown(task))
-
-
-def _unknown(task: str) -> str:
-    return f"unknown task {task!r}; known: {', '.join(TASKS + HARD_TASKS)}"
+# Evaluation problems by task: (rng, prompt tokens up to 1,024, with which difficulty grows).
+PROBLEMS: dict[str, Callable[[Any, int], Problem]] = {
+    "needle": lambda rng, size: needles(rng, 1, int(rng.integers(1, 3))),
+    "multikey": lambda rng, size: needles(rng, size // 32, 2),
+    "chain": lambda rng, size: chains(rng, size // 86, 2, 1),
+    "values": lambda rng, size: multiple_values(rng, size // 64, 2, 3),
+    "count": lambda rng, size: ballots(rng, 3, 1, 6, 0, "*"),
+    "vote": lambda rng, size: ballots(rng, 3, 6, 10, 3, "^"),
+    "cot": lambda rng, size: chain_of_thought(rng, 10),
+    "cot_long": lambda rng, size: chain_of_thought(rng, 24),
+    "multikey_96": lambda rng, size: needles(rng, 96, 2),
+    "values_24": lambda rng, size: multiple_values(rng, 24, 3, 4),
+    "chain_17": lambda rng, size: chains(rng, 17, 2, 1),
+    "cot_32": lambda rng, size: chain_of_thought(rng, 32),
+    "cot_40": lambda rng, size: chain_of_thought(rng, 40),
+}
 
 
 def _interleave(rng, filler: list[str], records: list[str]) -> list[str]:
@@ -220,7 +202,7 @@ class PromptMaker:
         least = MIN_CONTEXT.get(task, 256)
         if context_length < least:
             raise ValueError(f"task {task!r} needs {least} tokens, not {context_length}")
-        problem = evaluation_problem(task, rng, context_length)
+        problem = PROBLEMS[task](rng, min(context_length, 1024))
         question, answer = problem.queries[0]
         fixed = "".join(problem.records) + question + answer
         used = self.count(fixed)
@@ -265,7 +247,7 @@ def make_prompts(
     Raises ValueError for an unknown task, and if a task does not fit the context.
     """
     if task not in TASKS + HARD_TASKS:
-        raise ValueError(_unknown(task))
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS + HARD_TASKS)}")
     count = None if tokenizer is None else (lambda text: len(tokenizer(text)["input_ids"]))
     maker = PromptMaker(seed, count)
     return [maker.make(task, context_length, i) for i in range(num)]

@@ -6,15 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from experiments.tasks.tasks import (
-    LETTERS,
-    Problem,
-    ballots,
-    chain_of_thought,
-    chains,
-    multiple_values,
-    needles,
-)
+from experiments.tasks import tasks
+from experiments.tasks.tasks import Problem
 from experiments.train.build_tokenizer import BOS, EOS, Vocabulary
 
 PASSKEY = 32  # characters
@@ -25,7 +18,7 @@ SHORTEST = 64  # tokens of a sequence that has room for every task
 def passkeys(rng, n: int, size: int) -> Problem:
     """n random values of `size` characters, and a question for each, in the order of the text.
     Gates are trained on this task (DuoAttention, §2.3); no evaluation uses it."""
-    questions = [question for question, _ in needles(rng, n, 2).queries]
+    questions = [question for question, _ in tasks.needles(rng, n, 2).queries]
     queries = [(question, _digits_and_letters(rng, size) + ";") for question in questions]
     return Problem([f"#{question[1:]}{answer}" for question, answer in queries], queries)
 
@@ -42,20 +35,20 @@ def training_problem(task: str, rng, room: int) -> Problem:
 
     match task:
         case "needles":
-            return needles(rng, number(2 * (7 + key_length), many), key_length)
+            return tasks.needles(rng, number(2 * (7 + key_length), many), key_length)
         case "chain":
             hops = int(rng.integers(1, 4))
             tokens = 2 * (7 + key_length) + hops * (2 + 3 * key_length)
-            return chains(rng, number(tokens, many // (hops + 1)), hops, key_length)
+            return tasks.chains(rng, number(tokens, many // (hops + 1)), hops, key_length)
         case "values":
-            return multiple_values(rng, number(26, 30), int(rng.integers(1, 3)), 3)
+            return tasks.multiple_values(rng, number(26, 30), int(rng.integers(1, 3)), 3)
         case "count":
-            return ballots(rng, number(26, 24 if rng.random() < 0.5 else 5), 1, 6, 0, "*")
+            return tasks.ballots(rng, number(26, 24 if rng.random() < 0.5 else 5), 1, 6, 0, "*")
         case "vote":
-            return ballots(rng, number(42, 12), 4, 10, 2, "^")
+            return tasks.ballots(rng, number(42, 12), 4, 10, 2, "^")
         case "cot":
             most = min(50 if rng.random() < 0.3 else 26, (room - 9) // 20)
-            return chain_of_thought(rng, int(rng.integers(max(1, most // 3), most + 1)))
+            return tasks.chain_of_thought(rng, int(rng.integers(max(1, most // 3), most + 1)))
         case "passkeys":
             size = min(PASSKEY, room // 2 - 5)
             return passkeys(rng, min(10, room // (2 * (4 + size))), size)
@@ -161,7 +154,7 @@ class TrainingData:
         """`size` sequences of `length` labels. `mix` gives the probability of each task."""
         self.rng = np.random.default_rng([self.seed, 0, step])
         names, total = list(mix), sum(mix.values())
-        rows, tasks = [], []
+        rows, names_of_rows = [], []
         for _ in range(size):
             task = names[self.rng.choice(len(names), p=[p / total for p in mix.values()])]
             segments = [s for s in self._segments(task, length + 1) if s[0]]
@@ -175,18 +168,18 @@ class TrainingData:
                 else np.arange(length + 1, dtype=np.int32)
             )
             rows.append((tokens + [EOS] * rest, weights + [0.0] * rest, positions))
-            tasks.append(task)
+            names_of_rows.append(task)
         tokens, weights, positions = zip(*rows)
         return Batch(
             np.array(tokens, np.int32),
             np.array(weights, np.float32),
             np.stack(positions),
-            tuple(tasks),
+            tuple(names_of_rows),
         )
 
 
 def _digits_and_letters(rng, n: int) -> str:
-    return "".join((LETTERS + "0123456789")[i] for i in rng.integers(0, 62, n))
+    return "".join((tasks.LETTERS + "0123456789")[i] for i in rng.integers(0, 62, n))
 
 
 def _labelled(question: list[int], answer: list[int], task: str) -> tuple[list[int], list[float]]:

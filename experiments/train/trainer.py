@@ -76,7 +76,12 @@ class Options:
     def __post_init__(self):
         checks.make_plain(self)
         checks.require_bounds(self)
-        for name, valid in (("lengths", _are_lengths), ("mix", _are_tasks), ("rates", _are_rates)):
+        stages: dict[str, Callable[[str], bool]] = {
+            "lengths": lambda value: _are_shares(value, lambda name: int(name) >= SHORTEST),
+            "mix": lambda value: _are_shares(value, TASKS.__contains__),
+            "rates": lambda value: 0 <= float(value) < math.inf,
+        }
+        for name, valid in stages.items():
             if not _is_schedule(getattr(self, name), valid):
                 raise checks.refusal(name, "a schedule from token 0 on", getattr(self, name))
 
@@ -90,18 +95,6 @@ def _is_schedule(text: str, valid: Callable[[str], bool]) -> bool:
         return tokens[0] == 0 and tokens == sorted(tokens) and all(map(valid, stages))
     except ValueError:
         return False
-
-
-def _are_rates(value: str) -> bool:
-    return 0 <= float(value) < math.inf
-
-
-def _are_lengths(value: str) -> bool:
-    return _are_shares(value, lambda name: int(name) >= SHORTEST)
-
-
-def _are_tasks(value: str) -> bool:
-    return _are_shares(value, TASKS.__contains__)
 
 
 def _are_shares(value: str, is_name: Callable[[str], bool]) -> bool:
@@ -212,7 +205,7 @@ def _argmax(config, p, tokens):
     return predict(p, config, tokens, positions).argmax(-1)
 
 
-def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) -> dict[str, float]:
+def held_out(p, config: ModelConfig, names, lengths, num: int) -> dict[str, float]:
     """{'task@length': share of exact matches} with teacher forcing, on prompts that are not in the
     training data."""
     result, vocabulary = {}, build_tokenizer.Vocabulary()
@@ -220,7 +213,7 @@ def held_out(p, config: ModelConfig, names, lengths, num: int, seed: int = 0) ->
         if length < tasks.MIN_CONTEXT.get(name, 256):
             continue
         right, rows = 0, max(1, 8192 // length)
-        prompts = tasks.make_prompts(name, length, num, seed)
+        prompts = tasks.make_prompts(name, length, num, seed=0)
         for start in range(0, num, rows):
             chunk, tokens = prompts[start : start + rows], np.zeros((rows, length), np.int32)
             for i, prompt in enumerate(chunk):

@@ -1,25 +1,11 @@
 """A load that rises and falls (Punica §7.3, Fig. 13)."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.workloads import synthetic_lengths
-
-
-@dataclass(frozen=True)
-class RampRequest:
-    """A request of random tokens.
-
-    arrival_s: seconds after the start.
-    prompt: int32 [n] random token ids.
-    max_tokens: output tokens; EOS is ignored.
-    """
-
-    arrival_s: float
-    prompt: np.ndarray
-    max_tokens: int
+from experiments.workloads.workloads import Request
 
 
 def rate(time_s, duration_s: float, peak_rate: float):
@@ -44,9 +30,9 @@ def arrivals(duration_s: float, peak_rate: float, rng: np.random.Generator) -> n
 def requests(
     duration_s: float, peak_rate: float, vocab_size: int, longest: int, length_divisor: int,
     seed: int,
-) -> list[RampRequest]:  # fmt: skip
-    """Requests with ShareGPT's lengths divided by `length_divisor`. Prompt and output together have
-    at most `longest` tokens."""
+) -> list[Request]:  # fmt: skip
+    """Requests of random tokens, with ShareGPT's lengths divided by `length_divisor`. Prompt and
+    output together have at most `longest` tokens."""
     rng = np.random.default_rng([seed, 4])
     times = arrivals(duration_s, peak_rate, rng)
     if not len(times):
@@ -54,7 +40,8 @@ def requests(
     lengths, _ = synthetic_lengths.draw_divided(
         len(times), "sharegpt", 1.0, longest, seed, length_divisor
     )
-    return [
-        RampRequest(float(time), rng.integers(vocab_size, size=prompt, dtype=np.int32), output)
-        for time, (prompt, output) in zip(times, lengths, strict=True)
-    ]
+    made = []
+    for time, (length, output) in zip(times, lengths, strict=True):
+        prompt = rng.integers(vocab_size, size=length, dtype=np.int32).tolist()
+        made.append(Request(float(time), prompt, output, ignore_eos=True))
+    return made

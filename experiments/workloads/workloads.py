@@ -17,7 +17,7 @@ Workloads that only set lengths have prompts of random ordinary tokens, and igno
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,39 +93,38 @@ class WorkloadConfig:
     """
 
     workload: str = field(metadata={"help": FORMS, "path": True})
-    num_requests: int = described(64, "requests at most; a file may hold fewer")
+    num_requests: int = described(64, "requests at most; a file may hold fewer", least=1)
     request_rate: float = described(math.inf, "Poisson arrivals per second; inf for all at once")
-    seed: int = described(0, "of lengths, tokens and arrivals")
-    max_tokens: int = described(64, "output tokens for prompts that do not say")
-    context_length: int = described(512, "tokens of a prompt of --workload=tasks:...")
+    seed: int = described(0, "of lengths, tokens and arrivals", least=0)
+    max_tokens: int = described(64, "output tokens for prompts that do not say", least=1)
+    context_length: int = described(512, "tokens of a prompt of --workload=tasks:...", least=1)
     time_scale: float = described(1.0, "multiplies a trace's arrival times")
     overlong: str = described("error", "a trace's requests beyond the context: error, clip or drop")
-    length_sigma: float = described(1.0, "spread of the synthetic log-normal lengths")
+    length_sigma: float = described(
+        1.0, "spread of the synthetic log-normal lengths", least=0, most=3
+    )
     length_divisor: int = described(
         1,
         f"divides all synthetic lengths and the context, of {PAPER_CONTEXT:,} tokens, that bounds "
         "them",
+        least=1,
+        most=512,
     )
     num_shots: int = described(1, "examples in the shared prefix of --workload=translation: 1 or 5")
 
     def __post_init__(self):
         checks.make_plain(self, unbounded=("request_rate", "time_scale"))
-        for name in ("num_requests", "max_tokens", "context_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if (allowed := checks.outside(each.metadata, value)) is not None:
+                raise checks.refusal(f"--{each.name}", allowed, value)
         if not self.request_rate > 0:
             raise ValueError(f"--request_rate must be positive or inf, not {self.request_rate}")
         if not 0 <= self.time_scale < math.inf:
             raise ValueError(f"--time_scale must be finite and at least 0, not {self.time_scale}")
-        if not 0 <= self.length_sigma <= 3:
-            raise ValueError(f"--length_sigma must be between 0 and 3, not {self.length_sigma}")
-        if not 1 <= self.length_divisor <= 512:
-            raise ValueError(f"--length_divisor must be from 1 to 512, not {self.length_divisor}")
         if self.num_shots not in PREFIX_TOKENS:
             allowed = " or ".join(map(str, PREFIX_TOKENS))
             raise ValueError(f"--num_shots must be {allowed}, not {self.num_shots}")
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, not {self.seed}")
         if self.overlong not in ("error", "clip", "drop"):
             raise ValueError(f"--overlong must be error, clip or drop, not {self.overlong!r}")
         if self.kind not in ("prompts", "trace", "tasks", *SYNTHETIC):
@@ -156,18 +155,11 @@ def load(config: WorkloadConfig, vocabulary: Vocabulary) -> Workload:
     """
     if config.kind == "trace":
         return _trace(config, vocabulary)
-    if config.kind == "prompts":
-        workload = _prompts(config, vocabulary)
-    elif config.kind == "tasks":
-        workload = _tasks(config, vocabulary)
-    elif config.kind == "translation":
-        workload = _translation(config, vocabulary)
-    elif config.kind == "chatbot":
-        workload = _chatbot(config, vocabulary)
-    elif config.source:
-        workload = _pairs(config, vocabulary)
-    else:
-        workload = _synthetic(config, vocabulary)
+    made_by_kind = {
+        "prompts": _prompts, "tasks": _tasks, "translation": _translation, "chatbot": _chatbot
+    }  # fmt: skip
+    make = made_by_kind.get(config.kind, _pairs if config.source else _synthetic)
+    workload = make(config, vocabulary)
     arrivals = poisson_arrivals(len(workload.requests), config.request_rate, config.seed).tolist()
     return _arriving(workload, arrivals, f"--request_rate={config.request_rate}")
 

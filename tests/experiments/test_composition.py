@@ -37,6 +37,6 @@ def test_the_table_has_a_line_a_feature_and_numbers_reasons():
         Cell("a", "other", WRONG, "token 4"), Cell("b", "other", REFUSED, "no pages"),
     ]  # fmt: skip
     lines = markdown(cells).splitlines()
-    assert lines[0] == "| | a | b |"
+    assert lines[0] == "|  | a | b |" and len(markdown(cells, False).splitlines()) == 4
     assert lines[2:4] == ["| this one | ● | –1 |", "| other | ✗2 | –1 |"]
     assert lines[5:] == ["1. no pages", "2. token 4"]

@@ -1,12 +1,7 @@
 """The first difference of two logs, by hand and in the log of a random run."""
 
 import copy
-import json
-import os
 import random
-import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.diff_events import first_difference, report
+from experiments import diff_events
+from experiments.diff_events import DiffFlags, first_difference, report
 from experiments.lib.event_log import read_log, write_log
+from experiments.lib.program import Refused
 from paged.engine import Engine, EngineConfig
 from paged.metrics import RequestRecord, StepRecord
 from paged.requests.sampling_params import SamplingParams
@@ -25,7 +22,6 @@ from tests.experiments.random_run import random_run
 from tests.paged.hashing_executor import HashingExecutor
 from tests.paged.tiny import TINY
 
-ROOT = Path(__file__).parents[2]
 MOVES: dict[str, Any] = {"sources": [], "moves": {}}
 STEP = {field.name: 0 for field in fields(StepRecord)}
 FINISH = {field.name: 0 for field in fields(RequestRecord)}
@@ -170,64 +166,29 @@ def test_the_report_shows_what_came_before_and_both_events():
     assert max(map(len, lines)) < 200
 
 
-# Runs the program once for each list of arguments, as its command line would, but for the imports.
-RUNNER = """
-import json, sys
-from absl import flags
-from experiments import diff_events
-
-names = diff_events.PROGRAM.define()
-for arguments in json.loads(sys.argv[1]):
-    flags.FLAGS.unparse_flags()
-    status = 0
-    try:
-        diff_events.PROGRAM.start(names, ["diff_events", *arguments])
-    except SystemExit as end:
-        status = end.code
-    print(f"\\nstatus {status or 0}", flush=True)
-"""
-
-
-def programs(*runs: list[str], cwd: Path) -> list[tuple[int, str]]:
-    """Exit status and all output of each run."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, json.dumps(runs)], cwd=cwd, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    parts = re.split(r"\nstatus (\d+)\n", done.stdout)
-    assert len(parts) == 2 * len(runs) + 1, done.stdout
-    return [(int(status), text) for text, status in zip(parts[::2], parts[1::2])]
-
-
-def test_the_program(tmp_path):
+def test_the_program(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     log = _random_log()
-    path = write_log(tmp_path, "a.jsonl", log)
-    write_log(tmp_path, "b.jsonl", log[:-1], complete=False)
-    lines = path.read_bytes().split(b"\n")
-    (tmp_path / "cut.jsonl").write_bytes(b"\n".join(lines[:5]) + b"\n")
-    same, differ, interrupted, *errors = programs(
-        ["a.jsonl", "a.jsonl"],
-        ["a.jsonl", "b.jsonl", "--context=1"],
-        ["b.jsonl", "b.jsonl"],
-        ["a.jsonl", "c.jsonl"],
-        ["a.jsonl", "cut.jsonl"],
-        ["a.jsonl", "a.jsonl", "--context=x"],
-        ["a.jsonl"],
-        cwd=tmp_path,
-    )
-    assert same == (0, f"same schedule, page operations and tokens: {len(log)} events\n")
-    status, text = differ
-    assert status == 1 and len(text.splitlines()) == 3
+    lines = write_log("", "a.jsonl", log).read_bytes().split(b"\n")
+    write_log("", "b.jsonl", log[:-1], complete=False)
+    Path("cut.jsonl").write_bytes(b"\n".join(lines[:5]) + b"\n")
+
+    def told(*logs: str, status: int) -> str:
+        assert diff_events.main(DiffFlags(logs, context=1), None) == status
+        return capsys.readouterr().out
+
+    same = f"same schedule, page operations and tokens: {len(log)} events\n"
+    assert told("a.jsonl", "a.jsonl", status=0) == same
+    text = told("a.jsonl", "b.jsonl", status=1)
+    assert len(text.splitlines()) == 3
     assert "b.jsonl has ended, a.jsonl goes on with " in text
     assert text.endswith(" (b.jsonl is of a run that was interrupted there)\n")
-    assert interrupted[0] == 0
-    # No error has the exit status of a difference.
-    complaints = [
-        "error: c.jsonl: cannot be read: No such file or directory\n",
-        "error: cut.jsonl:5: the log is cut short: its last line is no event 'end'\n",
-        "error: flag --context=x: invalid literal",
-        "two event logs are compared, not 1",
-    ]
-    for (status, text), complaint in zip(errors, complaints, strict=True):
-        assert status == 2 and complaint in text and "Traceback" not in text
+    assert told("b.jsonl", "b.jsonl", status=0).count("was interrupted there") == 2
+    for logs, complaint in (
+        (("a.jsonl", "c.jsonl"), "c.jsonl: cannot be read: No such file or directory"),
+        (("a.jsonl", "cut.jsonl"), "cut.jsonl:5: the log is cut short: its last line is no event"),
+        (("a.jsonl",), "two event logs are compared, not 1"),
+    ):
+        with pytest.raises(Refused, match=complaint):
+            diff_events.main(DiffFlags(logs), None)
+    assert diff_events.PROGRAM.error_status == 2, "no error has the exit status of a difference"

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import evaluate
 from experiments.lib import answers
-from experiments.lib.bootstrap import mean_interval
+from experiments.lib.answers import mean_interval
 from experiments.lib.reference import Distributions, divergence
 from experiments.tasks import files
 from models import llama, load_tokenizer

@@ -62,7 +62,7 @@ def test_significance_alone_does_not_show_that_a_head_is_local():
 @pytest.mark.slow
 def test_a_slice_of_the_bundled_model(tmp_path):
     flags = qualify.QualifyFlags(
-        compilation_cache="", tasks=("needle",), contexts=(256,), num_prompts=2, spread_context=256,
+        tasks=("needle",), contexts=(256,), num_prompts=2, spread_context=256,
         spread_prompts=1,
     )  # fmt: skip
     assert qualify.STUDY.write(flags, tmp_path) == 0

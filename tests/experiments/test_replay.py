@@ -14,9 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments import replay as program
 from experiments.diff_events import first_difference
 from experiments.lib.event_log import EventLog, read_log, write_log
-from experiments.replay import check_model, logged_config, num_tokens, replay, simulated_engine
+from experiments.lib.program import Refused
+from experiments.lib.typed_flags import Output
+from experiments.replay import (
+    ReplayFlags,
+    check_model,
+    logged_config,
+    num_tokens,
+    replay,
+    simulated_engine,
+)
 from models import checkpoint, llama
 from models import params as parameters
 from paged.engine import Engine, EngineConfig
@@ -287,21 +297,11 @@ def test_a_replay_needs_a_fresh_engine():
         replay(engine, log)
 
 
-def program(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.replay", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def served(tiny_folder, tokenizer, tmp_path_factory):
     """The log of a run of the tiny model, in a file."""
     model, params = checkpoint.load(tiny_folder)
-    config = EngineConfig(
-        max_num_seqs=1, max_num_batched_tokens=64, max_prefills_per_step=1, max_model_len=64
-    )
-    engine = Engine.from_model(params, model, config, tokenizer)
+    engine = Engine.from_model(params, model, conftest.SERVED, tokenizer)
     engine.warm_up(progress=False)
     how = SamplingParams(max_tokens=12, temperature=1.0, stop=("e",))
     engine.generate(["Once upon a time", "The old", "She said that"], how)
@@ -311,7 +311,10 @@ def served(tiny_folder, tokenizer, tmp_path_factory):
 
 def test_the_program_replays_in_another_process(served, tiny_folder, tmp_path):
     flags = f"--log={served}", f"--model={tiny_folder}", f"--output_dir={tmp_path}"
-    done = program(*flags)
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.replay", *flags],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = read_log(served)
     assert f"same schedule and tokens: {len(log)} events, {num_tokens(log)} tokens" in done.stdout
@@ -321,30 +324,32 @@ def test_the_program_replays_in_another_process(served, tiny_folder, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["flags"]["executor"] == "device"
 
 
-def test_the_program_names_the_first_difference(served, tiny_folder, tmp_path):
+def simulate(log: Path | str, folder: Path, model: str = "bundled") -> int:
+    """The exit status of the program in simulated time."""
+    flags = ReplayFlags(log=str(log), model=model, executor="simulated")
+    return program.main(flags, Output(str(folder)))
+
+
+def test_the_program_names_the_first_difference(served, tiny_folder, tmp_path, capsys):
     log = read_log(served)
     number = next(i for i, event in enumerate(log) if event["event"] == "schedule")
     log[number]["counts"][0] += 1
-    write_log(tmp_path, "changed.jsonl", log)
-    flags = f"--log={tmp_path}/changed.jsonl", f"--model={tiny_folder}", "--executor=simulated"
-    done = program(*flags, f"--output_dir={tmp_path}")
-    assert done.returncode == 1, done.stderr
-    count = log[number]["counts"][0]
-    assert f"schedule of step 0: counts[0] (slot {log[number]['slots'][0]}" in done.stdout
-    assert f"is {count} in the log, {count - 1} in the replay" in done.stdout
+    changed = write_log(tmp_path, "changed.jsonl", log)
+    assert simulate(changed, tmp_path, str(tiny_folder)) == 1
+    told, count = capsys.readouterr().out, log[number]["counts"][0]
+    assert f"schedule of step 0: counts[0] (slot {log[number]['slots'][0]}" in told
+    assert f"is {count} in the log, {count - 1} in the replay" in told
     assert json.loads((tmp_path / "summary.json").read_text())["differences"] == 1
 
 
-def test_the_program_refuses_a_bad_log_in_a_line(tmp_path):
-    done = program(f"--log={tmp_path}/none.jsonl", "--executor=simulated")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: {tmp_path}/none.jsonl: cannot be read: No such file")
-    unnamed = program("--executor=simulated").stderr
-    assert unnamed == "error: --log must name the events.jsonl to replay\n"
-
-
-def test_a_replay_does_not_take_the_place_of_its_log(served):
+def test_the_program_refuses_a_bad_log_and_an_output_that_would_replace_it(served, tmp_path):
     before = served.read_bytes()
-    done = program(f"--log={served}", "--executor=simulated", f"--output_dir={served.parent}/")
-    assert done.returncode == 2 and "the replay would replace its log" in done.stderr
+    for log, folder, complaint in (
+        (tmp_path / "none.jsonl", tmp_path, f"^{tmp_path}/none.jsonl: cannot be read: No such fil"),
+        ("", tmp_path, "^--log must name the events.jsonl to replay"),
+        (served, served.parent, "the replay would replace its log"),
+    ):
+        with pytest.raises(Refused, match=complaint):
+            simulate(log, folder)
     assert served.read_bytes() == before
+    assert program.PROGRAM.error_status == 2, "no error has the exit status of a difference"

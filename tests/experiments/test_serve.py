@@ -1,21 +1,16 @@
 """Serving from end to end: with a tiny random model, in simulated time, and as a program."""
 
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import replay, serve
 from experiments.diff_events import first_difference
-from experiments.lib import adapters, event_log, run_record, serving
+from experiments.lib import adapters, event_log, plots, run_record, serving
+from experiments.lib.typed_flags import Output
 from experiments.workloads import popularity, write_prompts
 from experiments.workloads.workloads import Request, Vocabulary, Workload, WorkloadConfig, load
 from models import checkpoint
@@ -24,13 +19,18 @@ from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import LinearCost, SimulatedExecutor
-from tests.experiments.conftest import TINY
+from tests.experiments.conftest import SERVED, TINY, interrupted
 
-ROOT = Path(__file__).parents[2]
 SMALL = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=128,
     page_size=8, kv_cache_tokens=1024,
 )  # fmt: skip
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """No pictures: five take a second, and other tests draw them."""
+    monkeypatch.setattr(plots, "save", lambda *_: [])
 
 
 def simulated(tokenizer) -> Engine:
@@ -59,7 +59,7 @@ def test_outputs_are_in_the_order_of_the_requests(tokenizer):
         assert len(output.tokens) == request.max_tokens
 
 
-def test_a_simulated_report_says_so(tokenizer, tmp_path):
+def test_a_simulated_report_says_so(tokenizer, tmp_path, undrawn):
     engine = simulated(tokenizer)
     workload = Workload([Request(0, [5, 6], 3, ignore_eos=True)], {"kind": "by hand"})
     outputs = serve.run(engine, workload.requests, progress=False)
@@ -70,7 +70,7 @@ def test_a_simulated_report_says_so(tokenizer, tmp_path):
     assert report["workload"]["kind"] == "by hand"
 
 
-def test_a_stopped_run_has_what_it_has(tokenizer, tmp_path):
+def test_a_stopped_run_has_what_it_has(tokenizer, tmp_path, undrawn):
     engine = simulated(tokenizer)
     requests = [Request(s, [5, 6, 7], n, ignore_eos=True) for s, n in ((9, 4), (0, 2), (0, 90))]
     asked = 0
@@ -99,7 +99,7 @@ def test_a_stopped_run_has_what_it_has(tokenizer, tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["partial"] == 1
 
 
-def test_a_run_that_is_stopped_at_once_is_still_written(tokenizer, tmp_path):
+def test_a_run_that_is_stopped_at_once_is_still_written(tokenizer, tmp_path, undrawn):
     engine, requests = simulated(tokenizer), [Request(0, [5], 4)]
     served: dict[int, RequestOutput] = {}
     serve.serve(engine, requests, served, progress=False, stop_requested=lambda: True)
@@ -135,7 +135,7 @@ def test_a_run_that_fails_has_what_it_has(tokenizer, error):
     assert 0 < len(served[2].tokens) < 90
 
 
-def test_a_failure_is_told_after_what_was_served_is_written(tokenizer, tmp_path, capsys):
+def test_a_failure_is_told_after_what_was_served_is_written(tokenizer, tmp_path, capsys, undrawn):
     executor = Failing(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
     executor.error = RuntimeError("the device is gone")
     engine = Engine(TINY, SMALL, executor, tokenizer)
@@ -176,8 +176,7 @@ def test_what_cannot_be_served_is_refused_and_an_engine_keeps_its_requests(token
 
 def test_the_model_serves_and_samples_by_seed(tiny_folder, tokenizer):
     model, params = checkpoint.load(tiny_folder)
-    # One at a time: two steps to compile.
-    engine = Engine.from_model(params, model, replace(SMALL, max_num_seqs=1), tokenizer)
+    engine = Engine.from_model(params, model, SERVED, tokenizer)
     engine.warm_up(progress=False)
     requests = [Request(0, [5, 6, 7], 12, ignore_eos=True), Request(0, "Once upon", 5)]
 
@@ -193,30 +192,19 @@ def test_the_model_serves_and_samples_by_seed(tiny_folder, tokenizer):
     assert engine.metrics.compilations_after_warmup == 0
 
 
-def call(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.serve", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-
-
-def test_the_program_writes_its_report(tiny_folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
+def test_the_program_writes_its_report(tiny_folder, tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text("".join(write_prompts.lines(["needle:256:3", "story:128:1"], seed=5)))
-    flagfile = tmp_path / "small.flags"
-    flagfile.write_text(
-        f"--model={tiny_folder}\n--workload=prompts:{prompts}\n"
-        "--max_num_seqs=1\n--max_num_batched_tokens=64\n--max_prefills_per_step=1\n"
-        "--max_model_len=256\n--kv_cache_tokens=512\n"
-    )
-    out = tmp_path / "out"
-    done = call(f"--flagfile={flagfile}", f"--output_dir={out}", "--request_rate=100")
-    assert done.returncode == 0, done.stderr
-    assert "needle 0/3" in done.stdout and "output tokens/s" in done.stdout
-    assert "serving" in done.stderr  # progress
+    out.mkdir()
+    workload = WorkloadConfig(f"prompts:{prompts}", request_rate=100)
+    flags = serve.ServeFlags(model=str(tiny_folder), workload=workload, engine=SERVED)
+    assert serve.main(flags, Output(str(out))) == 0
+    printed, progress = capsys.readouterr()
+    assert "needle 0/3" in printed and "output tokens/s" in printed
+    assert "serving" in progress
 
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["compilations_after_warmup"] == 0 < summary["compilations_warmup"]
+    assert summary["compilations_after_warmup"] == 0
     assert summary["requests_complete"] == 4 and summary["answers_exact"] == 0
     assert 0 < summary["kv_token_states_fraction"] <= 1
     for name in ("output_tokens_per_s", "host_ms_per_step", "device_ms_per_step"):
@@ -243,27 +231,17 @@ def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = [
         f"--model={tiny_folder}", f"--workload=prompts:{prompts}", f"--output_dir={out}",
-        "--num_requests=1000", "--request_rate=2", "--compilation_cache=", "--max_num_seqs=1",
-        "--max_num_batched_tokens=64", "--max_prefills_per_step=1", "--max_model_len=64",
-        "--kv_cache_tokens=512",
+        "--num_requests=1000", "--request_rate=2",
     ]  # fmt: skip
-    stderr = tmp_path / "stderr"
-    with subprocess.Popen(
-        [sys.executable, "-m", "experiments.serve", *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr.open("w"), text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    ) as serving:  # fmt: skip
-        try:
-            while not re.search(r"[1-9]\d*/1000 \[", stderr.read_text()):
-                assert serving.poll() is None, stderr.read_text()
-                time.sleep(0.1)
-            (out / "events.jsonl").mkdir()  # a file that cannot be written
-            serving.send_signal(signal.SIGINT)
-            printed, _ = serving.communicate(timeout=120)
-        finally:
-            serving.kill()
-    said = stderr.read_text()
-    assert serving.returncode == 130, said
+    sizes = ("max_num_seqs", "max_num_batched_tokens", "max_prefills_per_step", "max_model_len",
+             "kv_cache_tokens")  # fmt: skip
+    flagfile = tmp_path / "small.flags"
+    flagfile.write_text("".join(f"--{name}={getattr(SERVED, name)}\n" for name in sizes))
+    status, printed, said = interrupted(
+        "serve", [f"--flagfile={flagfile}", *arguments], r"[1-9]\d*/1000 \[", signal.SIGINT,
+        tmp_path / "stderr", before=(out / "events.jsonl").mkdir,  # a file that cannot be written
+    )  # fmt: skip
+    assert status == 130, said
     assert "Traceback" not in said and "SIGINT: writing the report on what was served" in said
     assert f"error: {out}/events.jsonl: Is a directory" in said
 
@@ -273,6 +251,7 @@ def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
     assert partial["interrupted_by"] == "SIGINT" and 0 < ended < partial["requests"] == 1000
     assert partial["not_served"] == 1000 - ended - partial["cut_off"] > 0
     assert summary["partial"] == 1 and summary["requests_complete"] == ended
+    assert summary["compilations_after_warmup"] == 0 < summary["compilations_warmup"]
     assert f"SIGINT: of 1000 requests {ended} ended" in printed
     outputs = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
     assert [o["finish_reason"] for o in outputs].count("length") == ended

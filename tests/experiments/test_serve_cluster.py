@@ -3,11 +3,9 @@
 import csv
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
+from tests.experiments.conftest import interrupted
 from tests.paged.cluster.toy_runner import ToyRunner
 from tests.paged.tiny import TINY
 
@@ -107,23 +106,15 @@ def test_numbers_of_a_run():
 
 @pytest.mark.slow
 def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
-    stderr, out = tmp_path / "stderr", tmp_path / "out"
-    with subprocess.Popen(
-        [sys.executable, "-m", "experiments.serve_cluster", *BUNDLED, "--duration_s=600",
-         "--num_gpus=1", "--max_num_seqs=1", f"--model={tiny_folder}", f"--output_dir={out}"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr.open("w"), text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    ) as serving:  # fmt: skip
-        try:
-            while not re.search(r" [1-9]\d*/\d+ \[", stderr.read_text()):
-                assert serving.poll() is None, stderr.read_text()
-                time.sleep(0.1)
-            serving.send_signal(signal.SIGTERM)
-            printed, _ = serving.communicate(timeout=120)
-        finally:
-            serving.kill()
-    said = stderr.read_text()
-    assert serving.returncode == 143, said
+    out = tmp_path / "out"
+    arguments = [
+        *BUNDLED, "--duration_s=600", "--num_gpus=1", "--max_num_seqs=1",
+        f"--model={tiny_folder}", f"--output_dir={out}",
+    ]  # fmt: skip
+    status, printed, said = interrupted(
+        "serve_cluster", arguments, r" [1-9]\d*/\d+ \[", signal.SIGTERM, tmp_path / "stderr"
+    )
+    assert status == 143, said
     assert "Traceback" not in said and "SIGTERM: writing the report on what was served" in said
     partial = json.loads((out / "report.json").read_text())["partial"]
     assert partial["interrupted_by"] == "SIGTERM" and partial["ended"] > 0

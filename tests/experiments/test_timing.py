@@ -36,14 +36,3 @@ def test_what_prepares_is_not_timed(clock):
         clock[0] += argument
 
     assert timing.medians_ms({"a": Case(work, prepare)}, rounds=2) == {"a": 3000}
-
-
-def test_short_calls_are_repeated_until_they_fill_the_time(clock):
-    calls = [0]
-
-    def work():
-        calls[0] += 1
-        clock[0] += 0.25
-
-    assert timing.medians_s({"a": work}, rounds=1, least_s=2.0) == {"a": 0.25}
-    assert calls[0] == 1 + 1 + 8  # compiles, measures, and a round of eight

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.bench import host, host_work
-from experiments.bench.host import HostFlags
-from experiments.bench.host_work import MODES, Load
+from experiments.bench import host as bench
+from experiments.bench.host import MODES, HostFlags, Load
 from paged.kv_cache.dense import DenseHost
 
 LOAD = Load(num_seqs=64, steps=10, page_size=16, max_model_len=128)
@@ -19,7 +18,7 @@ FLAGS = HostFlags(num_seqs=64, steps=10, max_model_len=128, rounds=1, pools=(200
 
 @pytest.fixture(scope="module")
 def measured():
-    return list(host.measure(FLAGS, None))
+    return list(bench.measure(FLAGS, None))
 
 
 def test_every_counted_step_has_all_sequences_running_in_pools_as_asked(measured):
@@ -46,7 +45,7 @@ def test_work_counts_what_depends_on_the_pool():
     """The measure itself: a step that looks at every block is told by its allocations."""
     peaks = []
     for pool in POOLS:
-        case = host_work.make_case("plain", pool, LOAD)
+        case = bench.make_case("plain", pool, LOAD)
         host: Any = case.engine.host_policy
 
         def usage(host=host, original=host.usage):
@@ -55,19 +54,19 @@ def test_work_counts_what_depends_on_the_pool():
 
         host.usage = usage
         rng = np.random.default_rng(0)
-        peaks.append(np.median(host_work.times_of(case, LOAD, rng, host_work.peak_kib_of)))
+        peaks.append(np.median(bench.times_of(case, LOAD, rng, bench.peak_kib_of)))
     assert peaks[1] - peaks[0] > 10
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_cases_are_what_their_names_say(mode):
-    case = host_work.make_case(mode, POOLS[0], LOAD)
+    case = bench.make_case(mode, POOLS[0], LOAD)
     pool = DenseHost.of(case.engine.host_policy).pool
     assert pool.num_blocks == POOLS[0]
     assert (pool.cache is not None) == (mode in ("prefix_caching", "full_cache"))
     if pool.cache:
         assert len(pool.cache.idle) == (pool.capacity if mode == "full_cache" else 0)
-    ends = host_work.times_of(case, LOAD, np.random.default_rng(0), host_work.microseconds)
+    ends = bench.times_of(case, LOAD, np.random.default_rng(0), bench.microseconds)
     assert len(ends) == 10
     assert pool.num_used == 0 and not case.engine.has_unfinished()
     if mode == "churn":
@@ -75,12 +74,12 @@ def test_cases_are_what_their_names_say(mode):
 
 
 def test_values_compare_the_pools(measured):
-    numbers: Any = host.values(FLAGS, measured)
+    numbers: Any = bench.values(FLAGS, measured)
     medians = {(row.mode, row.pool): row.median_us for row in measured}
     assert numbers["host_us_per_step"] == medians["plain", POOLS[1]]
     assert numbers["pool_growth"] == medians["plain", POOLS[1]] / medians["plain", POOLS[0]]
     assert 0 < numbers["calls_growth"] <= 1
-    assert host.STUDY.report(FLAGS, measured)["holds"] in (True, False)
+    assert bench.STUDY.report(FLAGS, measured)["holds"] in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -94,4 +93,4 @@ def test_values_compare_the_pools(measured):
 )
 def test_loads_that_no_engine_takes_are_refused_before_any_is_made(change, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        host.check(replace(FLAGS, **change))
+        bench.check(replace(FLAGS, **change))

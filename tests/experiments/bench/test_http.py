@@ -9,7 +9,7 @@ import pytest
 
 from experiments.bench import http, http_load
 from experiments.bench.http import HOWS, LEFT, STREAMED, WHOLE, Bench, HttpFlags, Row
-from experiments.bench.http_client import Exchange, read
+from experiments.bench.http_load import Exchange, read
 from experiments.serve_http import ServerFlags
 from experiments.workloads import workloads
 from experiments.workloads.workloads import Vocabulary, WorkloadConfig

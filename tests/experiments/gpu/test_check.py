@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.gpu import check as gpu_check
-from experiments.gpu.correctness import Check, check, specs_to_check
+from experiments.gpu.check import Check, check, specs_to_check
 from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import specs
 from pallas_kernels.specs import Attention, Heads

@@ -9,16 +9,12 @@ from paged.engine import EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from pallas_kernels import backend
 from pallas_kernels.tools.targets import TARGETS
-
-CONFIG = EngineConfig(
-    max_num_seqs=1, max_num_batched_tokens=64, max_prefills_per_step=1, max_model_len=64,
-    kv_cache_tokens=128,
-)  # fmt: skip
+from tests.experiments.conftest import SERVED
 
 
 @pytest.mark.parametrize("executor", ["device", "simulated"])
 def test_an_engine_takes_text_with_the_models_own_tokenizer(tiny_folder, executor):
-    engine = load_engine(CONFIG, model=str(tiny_folder), executor=executor, compilation_cache="")
+    engine = load_engine(SERVED, model=str(tiny_folder), executor=executor)
     how = SamplingParams(max_tokens=3, ignore_eos=True)
     (output,) = engine.generate(["The old sailor"], how)
     tokenizer = load_tokenizer(tiny_folder)
@@ -29,7 +25,7 @@ def test_an_engine_takes_text_with_the_models_own_tokenizer(tiny_folder, executo
 def test_a_simulated_engine_counts_memory_in_its_dtype(tiny_folder):
     used = []
     for dtype in ("float32", "bfloat16"):
-        engine = load_engine(CONFIG, model=str(tiny_folder), dtype=dtype, executor="simulated")
+        engine = load_engine(SERVED, model=str(tiny_folder), dtype=dtype, executor="simulated")
         engine.add_request([5] * 20)
         engine.step()
         used.append(engine.host_policy.usage().bytes["blocks"])
@@ -47,7 +43,7 @@ def test_a_simulated_engine_counts_memory_in_its_dtype(tiny_folder):
 )
 def test_an_engine_of_another_kind_is_refused(tiny_folder, wrong, message):
     with pytest.raises(ValueError, match=message):
-        load_engine(CONFIG, model=str(tiny_folder), compilation_cache="", **wrong)
+        load_engine(SERVED, model=str(tiny_folder), **wrong)
 
 
 def test_the_longest_sequence_is_the_models_up_to_the_default():

@@ -17,7 +17,7 @@ from experiments.lib.reference import Distributions
 from experiments.study import Setting, Study
 
 FLAGS: dict[str, Any] = {
-    "seed": 1, "compilation_cache": "", "tasks": ("needle", "multikey"), "contexts": (256,),
+    "seed": 1, "tasks": ("needle", "multikey"), "contexts": (256,),
     "num_prompts": 1,
 }  # fmt: skip
 

@@ -158,7 +158,8 @@ def test_requests_csv_has_a_line_a_request(tmp_path):
     assert rows[4]["ttft_s"] == ""
 
 
-def test_files_of_a_run_name_the_adapters(tokenizer, tmp_path):
+def test_files_of_a_run_name_the_adapters(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "save", lambda *_: [])  # drawn by the next test
     executor = SimulatedExecutor(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
     config = EngineConfig(max_model_len=128, page_size=8, kv_cache_tokens=1024, adapter_slots=1)
     engine = Engine(TINY, config, executor, tokenizer)

@@ -1,27 +1,33 @@
-"""A thin slice of the soak, and that it would notice what it looks for."""
+"""A thin slice of the soak, that it would notice what it looks for, and that it ends with an error
+where what its flags name cannot happen, or has not happened."""
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from experiments.soak import __main__ as soak
-from experiments.soak import engines
 from experiments.soak.checks import Asked, Violation
 from experiments.soak.comparison import compare, smallest_lead
-from experiments.soak.operations import OPERATIONS, abort, submit
-from experiments.soak.users import SAMPLING, Users
+from experiments.soak.mechanisms import check_mechanisms, named_mechanisms, observe
+from experiments.soak.operations import OPERATIONS, abort, close_stream, submit
+from experiments.soak.users import SAMPLING, Users, reference_config
+from models import llama
+from models import params as parameters
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sampling_params import SamplingParams
 from tests.experiments.conftest import TINY
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads
+from tests.paged.tiny import padded
 from tests.paged.twin_cases import ADAPTERS
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +39,21 @@ CONFIG = EngineConfig(
 PARAMETERS = {name: values for name, values in SAMPLING.items() if name != "prompt_logprobs"}
 # It also knows a page that does not hold what sampling remembers of it.
 WITHOUT_HISTORY = {name: values for name, values in PARAMETERS.items() if "penalty" not in name}
+
+GATES = ((0.0, 1.0), (1.0, 0.0))
+NO_GATES: dict[str, Any] = {"gates": (), "streaming_share": None}
+LSERVE = replace(
+    CONFIG, policy="lserve", preemption_mode="swap", kv_cache_tokens=400,
+    policy_options={
+        "gates": GATES, "streaming_share": 0.5, "budget": 16, "logical_page": 4, "sink": 4,
+        "local": 8,
+    },
+)  # fmt: skip
+DIFFKV = replace(
+    CONFIG, policy="diffkv", prefix_caching=False, preemption_mode="swap", chunked_prefill=False,
+    page_size=8, max_num_batched_tokens=96,
+    policy_options={"window": 8, "low": "K4V4", "alpha_h": 1.2, "alpha_l": 0.9},
+)  # fmt: skip
 
 
 def twin(config: EngineConfig) -> HashingExecutor:
@@ -46,7 +67,7 @@ def make_users(
     tokenizer, engine_class=Engine, seed=0, sampling=PARAMETERS, config=CONFIG, interrupts=0.0
 ) -> Users:
     """Over a twin of the device whose tokens depend on all that a request's pages hold."""
-    alone = engines.reference_config(config)
+    alone = reference_config(config)
     engine = engine_class(TINY, config, twin(config), tokenizer)
     reference = Engine(TINY, alone, twin(alone), tokenizer)
     for adapter in ADAPTERS if config.adapter_slots else ():
@@ -72,9 +93,10 @@ def run(users: Users, steps=300, drain_every=100, operations=OPERATIONS):
     ],
 )
 def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
-    users = make_users(tokenizer, config=dataclasses.replace(CONFIG, **changes))
-    samples, steps, error = run(users, steps=1000)
-    assert error is None and steps == 1000
+    users = make_users(tokenizer, config=replace(CONFIG, **changes))
+    often = OPERATIONS | {"close_stream": (0.05, close_stream)}
+    samples, steps, error = run(users, steps=500, operations=often)
+    assert error is None and steps == 500
     numbers = soak.summary(users, samples, steps, error)
     # Nothing that the checks are about was missing.
     for name in (
@@ -97,7 +119,7 @@ def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_real_interrupts_lose_and_double_nothing(tokenizer, preemption_mode):
-    config = dataclasses.replace(CONFIG, preemption_mode=preemption_mode)
+    config = replace(CONFIG, preemption_mode=preemption_mode)
     users = make_users(tokenizer, config=config, interrupts=0.1)
     samples, steps, error = run(users, steps=400, drain_every=50)
     assert error is None and steps == 400
@@ -110,7 +132,7 @@ def test_a_seed_repeats_a_run(tokenizer):
     digests = []
     for seed in (0, 0, 1):
         users = make_users(tokenizer, seed=seed)
-        assert run(users, steps=200)[2] is None
+        assert run(users, steps=100)[2] is None
         digests.append(users.digest)
     assert digests[0] == digests[1] != digests[2]
 
@@ -169,7 +191,7 @@ class Unranked(Engine):
 
     def step(self):
         outputs = super().step()
-        return [dataclasses.replace(o, sequences=o.sequences[::-1]) for o in outputs]
+        return [replace(o, sequences=o.sequences[::-1]) for o in outputs]
 
 
 class Forgetful(Engine):
@@ -182,23 +204,23 @@ class Forgetful(Engine):
 
 
 @pytest.mark.parametrize(
-    "engine_class, kind",
+    "engine_class, kind, drain_every",
     [
-        (Deaf, "lost"),
-        (Stammering, "doubled"),
-        (Idle, "stuck"),
-        (Starving, "stuck"),
-        (Careless, "leaked_state"),
-        (Lenient, "accepted"),
-        (Unranked, "wrong_output"),
-        (Forgetful, "leaked_state"),
+        (Deaf, "lost", 1500),
+        (Stammering, "doubled", 1500),
+        (Idle, "stuck", 1500),
+        (Starving, "stuck", 1500),
+        (Careless, "leaked_state", 1500),
+        (Lenient, "accepted", 1500),
+        (Unranked, "wrong_output", 1500),
+        (Forgetful, "leaked_state", 100),  # which shows when all have ended
     ],
 )
-def test_an_engine_with_a_fault_is_found_out(tokenizer, engine_class, kind):
+def test_an_engine_with_a_fault_is_found_out(tokenizer, engine_class, kind, drain_every):
     users = make_users(tokenizer, engine_class)
     # A queue that never ends, and nothing but the fault in the way of an output.
     operations = {**OPERATIONS, "submit": (1.0, submit), "abort": (0.0, abort)}
-    samples, steps, error = run(users, steps=1500, drain_every=1500, operations=operations)
+    samples, steps, error = run(users, 1500, drain_every, operations)
     assert isinstance(error, Violation) and error.kind == kind, error
     numbers = soak.summary(users, samples, steps, error)
     assert [name for name in soak.KINDS if numbers[name]] == [kind]
@@ -238,7 +260,7 @@ def share_what_is_written(users, rng):
     apply = HashingExecutor.apply
 
     def without_copies(moves):
-        apply(users.engine.executor, dataclasses.replace(moves, copies={}))
+        apply(users.engine.executor, replace(moves, copies={}))
 
     users.engine.executor.apply = without_copies
 
@@ -262,7 +284,7 @@ def hold_a_sequence(users: Users, rng) -> None:
     ],
 )
 def test_a_fault_in_between_is_found_out(tokenizer, fault, kind):
-    config = dataclasses.replace(CONFIG, preemption_mode="swap")
+    config = replace(CONFIG, preemption_mode="swap")
     users = make_users(tokenizer, sampling=WITHOUT_HISTORY, config=config)
     error = run(users, steps=2000, operations={**OPERATIONS, "fault": (0.1, fault)})[2]
     assert isinstance(error, Violation) and error.kind == kind, error
@@ -275,8 +297,8 @@ def test_what_differs_beside_the_tokens_is_told(tokenizer):
     (output,) = users.reference.generate([[5, 6, 7]], how)
     assert compare(output, Asked([5, 6, 7], how, True), users.reference) == (None, 0)
     (sequence,) = output.sequences
-    moved = [dataclasses.replace(p, logprob=p.logprob - 0.25) for p in sequence.logprobs or ()]
-    other = dataclasses.replace(output, sequences=[dataclasses.replace(sequence, logprobs=moved)])
+    moved = [replace(p, logprob=p.logprob - 0.25) for p in sequence.logprobs or ()]
+    other = replace(output, sequences=[replace(sequence, logprobs=moved)])
     wrong, _ = compare(other, Asked([5, 6, 7], how, True), users.reference)
     assert wrong is not None and "log-probabilities (0.25 apart)" in wrong
 
@@ -326,6 +348,71 @@ def test_an_engine_without_room_for_the_requests_is_refused(tokenizer):
     engine = Engine(TINY, config, HashingExecutor(config), tokenizer)
     with pytest.raises(ValueError, match="max_model_len must be at least 48, not 40"):
         Users(engine, engine, 0, 1.0)
+
+
+def changed(config: EngineConfig, **options: Any) -> EngineConfig:
+    """The configuration with other options of its policy."""
+    return replace(config, policy_options=replace(config.policy_options, **options))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            changed(LSERVE, budget=4096, **NO_GATES),
+            r"no selection .*--lserve_budget \(4096\)",
+        ),
+        (changed(LSERVE, sparse_from=96), "no selection of pages can happen"),
+        (changed(LSERVE, dense_layers=2), "no selection of pages can happen"),
+        (changed(LSERVE, local=96), "no window of a head that streams can happen .*--lserve_sink"),
+        (changed(LSERVE, minference_from=8, minference_budget=96), "no sparsely prefilled prompt"),
+        (replace(CONFIG, adapter_slots=6), r"no eviction .*more --adapters than --adapter_slots"),
+    ],
+)
+def test_what_cannot_happen_is_refused_before_it_is_soaked(tokenizer, config, message):
+    with pytest.raises(ValueError, match=message):
+        named_mechanisms(make_users(tokenizer, config=config))
+
+
+def test_each_policy_names_what_its_options_ask_for(tokenizer):
+    def counts(config: EngineConfig) -> list[str]:
+        return [each.count for each in named_mechanisms(make_users(tokenizer, config=config))]
+
+    assert counts(LSERVE) == ["compared", "swapped_out", "cached_tokens", "selecting", "streaming"]
+    assert counts(changed(LSERVE, budget=4096))[3:] == ["streaming"]  # DuoAttention
+    assert counts(changed(LSERVE, **NO_GATES))[3:] == ["selecting"]  # Quest
+    assert counts(DIFFKV)[2:] == ["demoted", "dropped"]
+    assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[2:] == []  # INT8
+    assert counts(replace(CONFIG, adapter_slots=2))[1:] == [
+        "preemptions", "cached_tokens", "adapters_evicted",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache_tokens": 4000}, {}])
+def test_what_has_not_happened_ends_a_soak(tokenizer, changes):
+    config = replace(CONFIG, adapter_slots=2, **changes)
+    users = make_users(tokenizer, config=config)
+    named = named_mechanisms(users)
+    assert run(users, steps=400)[2] is None
+    missing = check_mechanisms(named, users.counts)
+    if not changes:
+        assert missing is None
+        return
+    assert isinstance(missing, Violation) and missing.kind == "unexercised"
+    assert "no preemption happened: needs a smaller --kv_cache_tokens" in str(missing)
+
+
+@pytest.mark.slow  # compiles two policies
+@pytest.mark.parametrize("config", [LSERVE, DIFFKV], ids=["lserve", "diffkv"])
+def test_the_device_shows_what_has_happened(tokenizer, config):
+    params = parameters.init(llama.declare(TINY), jax.random.key(0))
+    engine = padded(Engine.from_model(params, TINY, config, tokenizer))
+    users = Users(engine, engine, 0, check_share=0.0)
+    observe(users)
+    of_policy = [each.count for each in named_mechanisms(users)][-2:]
+    assert not any(users.counts[name] for name in of_policy)
+    assert run(users, steps=100)[2] is None
+    assert all(users.counts[name] > 0 for name in of_policy)
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess:
