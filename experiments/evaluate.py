@@ -56,7 +56,9 @@ class EvaluateFlags(ModelFlags):
 def settings(
     names: Sequence[str], contexts: Sequence[int], config: EngineConfig
 ) -> list[tuple[str, int]]:
-    """The (task, context) pairs to evaluate, each once. Raises ValueError for invalid ones."""
+    """The (task, context) pairs to evaluate, each once, without contexts too short for their task.
+    Raises ValueError for an unknown task, for a context outside 256 to max_model_len, and without a
+    task or a context."""
     for name in names:
         if name not in EXACT_TASKS:
             raise ValueError(f"unknown task {name!r}; allowed: {', '.join(EXACT_TASKS)}")

@@ -61,7 +61,7 @@ def load_engine(
     """An engine over a model's weights, not yet warmed up.
 
     tokenizer: None for the model's own.
-    model: 'bundled', a Hugging Face folder or a hub id.
+    model: 'bundled', 'judge', a Hugging Face folder or a hub id.
     dtype: dtype of weights, computation and KV cache.
     attention_implementation: implementation of the attention ops; empty for the device's default.
     compilation_cache: folder that keeps compiled programs for later processes; empty for none.

@@ -25,8 +25,9 @@ class Held:
     fraction: bytes of the sequence's pages, empty slots included, over the baseline's.
     high, low: shares of the sequence's tokens kept in high and in low precision, over all heads.
     top: share of the sequence's tokens kept in a third precision above `high`.
-    read: bytes that attention and page selection of generated tokens read, over the baseline's;
-        None if no step generated a token.
+    read: bytes that attention and page selection read in steps that compute one token of the
+        sequence, over the baseline's; None without such a step. Decode steps of several tokens
+        (`multi_step`) are left out.
     """
 
     fraction: float
@@ -37,8 +38,9 @@ class Held:
 
 
 def of_sequences(engine: Engine) -> list[Held]:
-    """The sequences in the engine's events that ran at least one step, in order of admission. Empty
-    under a policy that keeps all tokens unchanged."""
+    """The sequences in the engine's events that ran at least one step, in order of admission; one
+    that is preempted and admitted again counts twice. Empty under a policy whose `Layout` has no
+    method `stored`, such as vllm."""
     config, declared = engine.config, policy_of(engine.config.policy).layout
     P, shards = config.page_size, config.tensor_parallel
     sharded = ShardedModel.split(engine.model, shards, engine.executor.dtype)
@@ -89,7 +91,7 @@ def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = Non
 
 def _mean(samples: np.ndarray) -> Held:
     """The means of samples [n, 5] of the fields of Held: fraction, high, low, top, and read, which
-    is nan for a step that generated no token."""
+    is nan for a step that did not compute exactly one token."""
     read = samples[~np.isnan(samples[:, -1]), -1]
     fraction, high, low, top = samples[:, :-1].mean(0).tolist()
     return Held(fraction, high, low, top, float(read.mean()) if len(read) else None)

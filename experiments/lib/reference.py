@@ -22,7 +22,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 
 Key = tuple[str, int, int]  # task, context and index of a prompt
-LEAST = 1e-9  # lower bound of the total probability outside the alternatives
+LEAST = 1e-9  # lower bound of probabilities in a divergence
 
 
 @dataclass(frozen=True)

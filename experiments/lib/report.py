@@ -98,7 +98,8 @@ def tpot_s(record: RequestRecord) -> float | None:
 
 
 def normalised_latency_s(record: RequestRecord) -> float | None:
-    """End-to-end latency over output tokens (vLLM §6.1). Its mean is the paper's key metric."""
+    """End-to-end latency over the mean length of the request's sequences (vLLM §6.1). Its mean is
+    the paper's key metric."""
     if not record.output_tokens:
         return None
     return (record.finish_s - record.arrival_s) / (record.output_tokens / record.sequences)

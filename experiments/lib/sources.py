@@ -31,8 +31,9 @@ def inputs_hash(file: str | Path, flags: Mapping[str, Any]) -> str:
     """SHA-256, in hex, of the names and content of a program's input files.
 
     These are INPUTS, the files whose paths are texts in the code of `file` and of the modules that
-    it imports, and the files, folders and shipped models that its flags name. The study's committed
-    results are none of its inputs, nor is the folder of compiled programs.
+    it imports, and the files, folders and shipped models that its flags name. Comments and
+    docstrings of Python files do not count. The study's committed results are none of its inputs,
+    nor is the folder of compiled programs.
     """
     file = Path(file).resolve()
     texts = {text for path in _closure(file) for text in _source(path).texts}
@@ -71,7 +72,7 @@ def _relative(path: Path) -> Path:
 
 @functools.cache
 def _content(path: Path, state: tuple[int, int]) -> str:
-    return checkpoint.files_hash([path])
+    return code_hash([path]) if path.suffix == ".py" else checkpoint.files_hash([path])
 
 
 def code_hash(files: Iterable[Path]) -> str:

@@ -340,11 +340,11 @@ def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not
 ):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     own = "experiments/results/a/summary.json"
-    code = f'import b\nHERE = "results/other/summary.json"\nSELF = "{own}"\n'
+    code = f'import b\nHERE = "results/other/summary.json", "data/tool.py"\nSELF = "{own}"\n'
     texts = {
         "a.py": code, "b.py": 'HERE = "data/times.csv"\n', "configs/x/config.json": "{}",
         "models/bundled/weights": "1", "models/judge/weights": "1", "data/times.csv": "1",
-        "data/unused.csv": "1", "results/other/summary.json": "1", "a/prompts.jsonl": "1",
+        "data/tool.py": "A = 1", "data/unused.csv": "1", "results/other/summary.json": "1", "a/prompts.jsonl": "1",
         "experiments/results/a/summary.json": "1", "cache/program": "1",
     }  # fmt: skip
     for name, text in texts.items():
@@ -360,6 +360,8 @@ def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not
     changing = set()
     before = hashed()
     assert hashed(model="judge") != before
+    (tmp_path / "data/tool.py").write_text('"""Said otherwise."""\nA = 1  # changed\n')
+    assert hashed() == before
     for name, text in texts.items():
         (tmp_path / name).write_text(f"{text}\n")
         changing |= {name} if hashed() != before else set()
