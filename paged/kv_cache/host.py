@@ -16,9 +16,11 @@ import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.owners import CACHED, of_tables
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
+
+# Owners of units that no slot owns alone. CACHED: kept for later prompts, pinned or not.
+FREE, SHARED, CACHED = -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,7 @@ class HostPolicy(Protocol):
         ...
 
     def owners(self) -> dict[str, np.ndarray]:
-        """int32 owner of each unit but a null unit, by pool: a slot, or a constant of
-        `paged.kv_cache.owners`."""
+        """int32 owner of each unit but a null unit, by pool: a slot, or FREE, SHARED or CACHED."""
         ...
 
     def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:
@@ -194,6 +195,19 @@ class PrefixCachingHost(HostPolicy, Protocol):
         """Keep the prompt `tokens` of `slot` for later prompts, for good.
         root: the group's `cache_root`."""
         ...
+
+
+def owners_of(tables: np.ndarray, refcounts: np.ndarray) -> np.ndarray:
+    """int32 [N - 1] owners of units 1 to N - 1.
+
+    tables: [slots, M] int32 units of each slot, 0 for none.
+    refcounts: [N] reference counts of the units.
+    """
+    owners = np.where(refcounts > 0, CACHED, FREE).astype(np.int32)  # used, but in no table: pinned
+    slots, columns = np.nonzero(tables)
+    owners[tables[slots, columns]] = slots
+    owners[refcounts > 1] = SHARED
+    return owners[1:]
 
 
 class BlockHost(HostPolicy):
@@ -237,7 +251,7 @@ class BlockHost(HostPolicy):
         return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
 
     def owners(self) -> dict[str, np.ndarray]:
-        owners = of_tables(self.slot_tables(), self.pool.refcounts)
+        owners = owners_of(self.slot_tables(), self.pool.refcounts)
         owners[self.cached_blocks - 1] = CACHED
         return {self._name: owners}
 

@@ -9,7 +9,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.kv_cache.dense import check_places
 from paged.kv_cache.lserve.device import LServePolicy
-from paged.kv_cache.lserve.host import LServeHost, sizes
+from paged.kv_cache.lserve.host import LServeHost
 from paged.kv_cache.lserve.layout import (
     layout_of,
     minference_pages,
@@ -82,6 +82,4 @@ def device(
     )
 
 
-LSERVE = Policy(
-    capabilities, LServeHost, device, check, Options, head_order, layout_of, sizes=sizes
-)
+LSERVE = Policy(capabilities, LServeHost, device, check, Options, head_order, layout_of)

@@ -14,10 +14,9 @@ read their sink and local pages inside it. Dense heads read the whole sliding wi
 selection.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,18 +25,17 @@ from models.config import Attention
 from paged.kv_cache.block_device import BlockDevice
 from paged.kv_cache.lserve import page_selector
 from paged.kv_cache.lserve.layout import DENSE, Layout
+from paged.kv_cache.lserve.page_selector import Selections, snapshot
 from paged.kv_cache.lserve.plan import (
     NEVER,
     DecodePlan,
-    Kind,
+    LServeCache,
     LServePlan,
     case_of,
     lengths_read,
     make_plan,
-    with_schedules,
 )
 from paged.kv_cache.lserve.prefill import prefill
-from paged.kv_cache.lserve.snapshot import Selections, snapshot
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import by_window
@@ -45,31 +43,6 @@ from pallas_kernels.block_sparse_attention import first_in_list
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantization import QuantizedPages
-
-
-@flax.struct.dataclass
-class LServeCache:
-    """k_pages, v_pages: [N, P, D], pages of dense heads, then of streaming heads; quantised if the
-        layout has a format.
-    page_base: [L, K] int32, the page of block 0 of each head.
-    num_dense: [L] int32 dense heads of each layer.
-    selected_at: [num_slots] int32 position of the last query that selected pages, or `NEVER`.
-    statistics: [N_dense, C * 2D] key extremes of the C logical pages of each page of dense heads;
-        None if no row can select.
-    selected: [num_slots, L, J, B - 1] int32 selected columns of the page tables, without the newest
-        page's, by KV head or query head; None if no row can select.
-    numbers: [L, J] int32 number of each selecting head in the whole model. It seeds random
-        selection, so that pages do not depend on the number of shards. None if keys select.
-    """
-
-    k_pages: Any
-    v_pages: Any
-    page_base: jax.Array
-    num_dense: jax.Array
-    selected_at: jax.Array
-    statistics: jax.Array | None = None
-    selected: jax.Array | None = None
-    numbers: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +53,6 @@ class LServePolicy(BlockDevice):
     implementation: implementation of the attention ops.
     shared: groups of shards with the same KV head.
     select_together: groups of shards that select the same pages.
-    bases: [shards][L][K], the page of block 0 of each head.
     """
 
     layout: Layout
@@ -90,11 +62,6 @@ class LServePolicy(BlockDevice):
     implementation: str | None = None
     shared: SharedHeads = ALONE
     select_together: SharedHeads = ALONE
-    bases: tuple = field(init=False, repr=False)
-
-    def __post_init__(self):
-        nested = tuple(tuple(map(tuple, shard)) for shard in self.layout.bases().tolist())
-        object.__setattr__(self, "bases", nested)
 
     def init(self, dtype, shard) -> LServeCache:
         layout, D, dtype = self.layout, self.layout.attention.D, self.kv_dtype or dtype
@@ -106,7 +73,7 @@ class LServePolicy(BlockDevice):
         cache = LServeCache(
             k_pages=pages(),
             v_pages=pages(),
-            page_base=jnp.asarray(np.array(self.bases, np.int32))[shard],
+            page_base=jnp.asarray(layout.bases())[shard],
             num_dense=jnp.asarray(np.array(layout.num_dense, np.int32))[shard],
             selected_at=jnp.full(layout.num_slots, NEVER, jnp.int32),
         )
@@ -123,29 +90,8 @@ class LServePolicy(BlockDevice):
         )
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
-        heads, kinds = self.layout.attention, self.attention.kinds
-        G = heads.H // heads.K
-        plan = make_plan(self.layout, G, kinds, cache.selected_at, inputs, self._prefill)
-        if plan.decode is None:
-            return cache, plan
-        decode = with_schedules(
-            self.layout, plan.decode, self._heads, list(dict.fromkeys(self._kinds)), heads.D,
-            jax.tree.leaves(cache.k_pages)[0].dtype, self.implementation, self._selection,
-        )  # fmt: skip
-        return cache, replace(plan, decode=decode)
-
-    @property
-    def _heads(self) -> jax.Array:
-        """[J] KV head of each selecting head."""
-        J = self.layout.selectors
-        return jnp.arange(J) * self.layout.heads // J
-
-    @property
-    def _kinds(self) -> list[Kind]:
-        """The `Kind` of each layer."""
-        selects, first = self.layout.selects, self.layout.dense_layers
-        windows = enumerate(self.attention.windows)
-        return [(selects and layer >= first and not window, window) for layer, window in windows]
+        how = self._prefill, self.implementation, self._selection
+        return cache, make_plan(self.layout, cache, inputs, *how)
 
     @property
     def _prefill(self) -> str | None:
@@ -176,18 +122,14 @@ class LServePolicy(BlockDevice):
         cache = replace(cache, k_pages=k_pages, v_pages=v_pages)
         if self.layout.selects:
             runs = plan.prefill.runs if Tp else None
-            statistics = page_selector.write_statistics(
-                self.layout, cache.statistics, k_TxKxD, slots, runs, Tp
-            )
-            cache = replace(cache, statistics=statistics)
+            cache = page_selector.write_statistics(self.layout, cache, k_TxKxD, slots, runs, Tp)
         outs = []
         if Tp:
 
             def prompts(window: int | None):
                 return prefill(
-                    self.layout, self.shared, self.attention, window, layer, q_TxHxD[:Tp],
-                    cache.k_pages, cache.v_pages, cache.page_base, cache.num_dense, plan.prefill,
-                    inputs, self._prefill,
+                    self.layout, self.shared, self.attention, window, layer, q_TxHxD[:Tp], cache,
+                    plan.prefill, inputs, self._prefill,
                 )  # fmt: skip
 
             outs.append(by_window(self.attention, layer, prompts))
@@ -207,22 +149,19 @@ class LServePolicy(BlockDevice):
         layout, P, J = self.layout, self.layout.page_size, self.layout.selectors
         S, H, D = q_SxHxD.shape
         M = layout.max_pages
-        streams = self._heads >= cache.num_dense[layer]
+        streams = layout.selector_heads >= cache.num_dense[layer]
         selects = layer >= layout.dense_layers if window is None else jnp.bool_(False)
-        kinds = list(dict.fromkeys(self._kinds))
-        kind = jnp.array([kinds.index(of_layer) for of_layer in self._kinds])[layer]
-        case = case_of(layout, cache.num_dense[layer], kind)
+        case = case_of(layout, layer, cache.num_dense)
         attention, selection = jax.tree.map(lambda x: x[case], (plan.attention, plan.selection))
-        base = cache.page_base[layer][self._heads][:, None]
+        base = cache.page_base[layer][layout.selector_heads][:, None]
         pages = tables_SxM[:, None] + base  # [S, J, M]
         lengths = lengths_read(layout, plan, streams, selects)
         if layout.selects and window is None:
             deciding = self.select_together.gather(q_SxHxD).reshape(S * J, -1, D)
-            selected, chosen = page_selector.select(
-                layout, layer, deciding, cache.statistics, cache.numbers, cache.selected, plan,
-                pages, selects & ~streams, selection, self._selection,
+            cache, chosen = page_selector.select(
+                layout, layer, deciding, cache, plan, pages, selects & ~streams, selection,
+                self._selection,
             )  # fmt: skip
-            cache = replace(cache, selected=selected)
             sparse = (plan.sparse & selects)[:, None, None]
             newest = jnp.broadcast_to((plan.positions // P)[:, None, None], (S, J, 1))
             chosen = jnp.concatenate([chosen, newest], axis=2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from models.config import Attention
 from paged.kv_cache.lserve.layout import Layout
-from paged.kv_cache.lserve.plan import PrefillPlan
+from paged.kv_cache.lserve.plan import LServeCache, PrefillPlan
 from paged.kv_cache.shared_heads import SharedHeads
 from pallas_kernels.block_sparse_attention import (
     block_sparse_prefill_attention,
@@ -22,25 +22,24 @@ from pallas_kernels.paged_attention import paged_prefill_attention
 
 def prefill(
     layout: Layout, shared: SharedHeads, attention: Attention, window: int | None, layer, q_TxHxD,
-    k_pages, v_pages, page_base, num_dense, plan: PrefillPlan, inputs, implementation: str | None,
+    cache: LServeCache, plan: PrefillPlan, inputs, implementation: str | None,
 ):  # fmt: skip
     """Attention [Tp, H, D] of the chunks of a step, in one layer. Each number of dense heads in a
     layer has its own branch.
 
     shared: groups of shards with the same KV head.
     window: the layer's sliding window.
-    k_pages, v_pages, page_base, num_dense: see `LServeCache`.
     """
-    K, Sp = layout.heads, inputs.num_prefill_rows
+    K, Sp, k_pages, v_pages = layout.heads, inputs.num_prefill_rows, cache.k_pages, cache.v_pages
     G = q_TxHxD.shape[1] // K
     tables, lengths = inputs.tables[:Sp, : layout.max_pages], inputs.lengths[:Sp]
-    sparse, base = plan.sparse if window is None else None, page_base[layer]
+    sparse, base = plan.sparse if window is None else None, cache.page_base[layer]
     how: dict = {"scale": attention.scale, "soft_cap": attention.soft_cap}
     if plan.hybrid is not None:
         assert plan.lists is not None
         return hybrid_prefill_attention(
             q_TxHxD, k_pages, v_pages, tables, inputs.query_starts, lengths,
-            plan.blocks, plan.lists, num_dense[layer], base,
+            plan.blocks, plan.lists, cache.num_dense[layer], base,
             dense_counts=tuple(layout.dense_counts), schedules=plan.hybrid,
             implementation=implementation, **how,
         )  # fmt: skip
@@ -101,7 +100,7 @@ def prefill(
     counts = layout.dense_counts
     if len(counts) == 1:
         return with_dense(counts[0])
-    which = jnp.searchsorted(jnp.array(counts), num_dense[layer])
+    which = jnp.searchsorted(jnp.array(counts), cache.num_dense[layer])
     return jax.lax.switch(which, [lambda dense=dense: with_dense(dense) for dense in counts])
 
 

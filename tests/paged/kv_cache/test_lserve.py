@@ -23,15 +23,13 @@ from pallas_kernels.block_sparse_attention import (
     tiles_of,
     vertical_slash_blocks,
 )
-from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import (
     CASES,
     CATALOGUE,
     LSERVE_OPTIONS,
-    Bench,
     drain,
-    registered,
 )
 from tests.paged.tiny import TINY
 
@@ -43,12 +41,6 @@ ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
 WIDE = replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
 # Layers with dense and streaming heads have the window, which ends within pages.
 WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "attention_cap": 3.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def policies():
-    with registered():
-        yield
 
 
 @pytest.mark.parametrize(
@@ -83,10 +75,9 @@ def test_attention_is_that_of_masks_over_all_keys(options, model):
         max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=options,
     )  # fmt: skip
-    rng, (L, H, K, D) = np.random.default_rng(3), (3, 8, 4, 8)
-    wide = WIDE.replace(**model)
+    wide, (L, K) = WIDE.replace(**model), (3, 4)
     lengths, prompts = (64, 48), [30, 21]
-    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
+    qkv = random_qkv(wide, lengths)
     driver = Driver(wide, config, qkv, prompts)
     streams, chosen = np.zeros((L, K), bool), config.policy_options
     if chosen.gates:
@@ -94,11 +85,7 @@ def test_attention_is_that_of_masks_over_all_keys(options, model):
         assert sorted(streams.sum(1)) == [0, 1, 3]
     steps = [[(0, 11)], [(0, 5), (1, 9)], [(0, 12), (1, 3)], [(0, 2), (1, 8)], [(1, 1)]]
     steps += [[(0, 1), (1, 1)] for _ in range(27)] + [[(0, 1)] for _ in range(7)]
-    found: list[list[np.ndarray]] = [[], []]
-    for chunks in steps:
-        for slot, out in driver.step(chunks, Tp=16, Sd=2).items():
-            found[slot].append(out)
-        driver.host.check()
+    found = driver.run(steps, 16, 2, driver.host.check)
 
     @jax.jit
     def expected(prompt, *qkv):
@@ -110,8 +97,7 @@ def test_attention_is_that_of_masks_over_all_keys(options, model):
         padded = [np.zeros((L, 64, *x.shape[2:]), np.float32) for x in qkv[slot]]
         for array, x in zip(padded, qkv[slot]):
             array[:, :n] = x
-        ours = np.concatenate(found[slot], axis=1)
-        np.testing.assert_allclose(ours, expected(prompt, *padded)[:, :n], atol=1e-5)
+        np.testing.assert_allclose(found[slot], expected(prompt, *padded)[:, :n], atol=1e-5)
 
 
 @pytest.mark.slow  # both ways to prefill compile
@@ -124,9 +110,9 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=NEVER_SELECTS | options,
     )  # fmt: skip
     assert not config.capabilities.recompute_exact
-    rng, (L, H, K, D), lengths = np.random.default_rng(4), (2, 8, 4, 8), [48, 21]
+    (L, H, K, D), lengths = (2, 8, 4, 8), [48, 21]
     model = replace(WIDE, num_layers=L)
-    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
+    qkv = random_qkv(model, lengths, seed=4)
     found = Driver(model, config, qkv, lengths).step([(0, 48), (1, 21)], Tp=80, Sd=2)
 
     streams = streaming_heads(config.policy_options.gates, config.policy_options.streaming_share)
@@ -166,8 +152,7 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
 
 
 @pytest.mark.slow  # two policies compile
-def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
-    bench = Bench(tiny_params)
+def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(bench):
     options = lserve.Options(**NEVER_SELECTS)
     engine = bench.engine(CASE, policy_options=options, kv_cache_tokens=300)
     assert engine.config.capabilities.recompute_exact
