@@ -215,7 +215,10 @@ class BlockHost(HostPolicy):
 
     pool: blocks of the device.
     host_pool: blocks of the host's memory.
+    pins: [num_blocks] number of pins that reference each block, or 0.
     """
+
+    pins: np.ndarray | int = 0
 
     def __init__(self, pool: Pool, cache: Any = None):
         """cache: the argument of `BlockPool`."""
@@ -229,14 +232,9 @@ class BlockHost(HostPolicy):
         raise NotImplementedError
 
     @property
-    def pins(self) -> np.ndarray | int:
-        """[num_blocks] number of pins that reference each block."""
-        return 0
-
-    @property
     def cached_blocks(self) -> np.ndarray:
         """Blocks that only the prefix cache keeps, for later prompts."""
-        return np.zeros(0, np.int64)
+        return np.fromiter(self.pool.cache.idle if self.pool.cache else (), np.int64)
 
     @property
     def table_width(self) -> int:

@@ -57,6 +57,7 @@ class DenseHost(BlockHost):
         self.prefixes = None
         if cache is not None:
             self.prefixes = Prefixes(cache, self.pool, self.block_tables, can, can_resume)
+            self.pins = self.prefixes.pins
         self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
 
     @classmethod
@@ -72,14 +73,6 @@ class DenseHost(BlockHost):
 
     def slot_tables(self) -> np.ndarray:
         return self.block_tables.blocks
-
-    @property
-    def pins(self) -> np.ndarray | int:
-        return self.prefixes.pins if self.prefixes else 0
-
-    @property
-    def cached_blocks(self) -> np.ndarray:
-        return np.fromiter(self.pool.cache.idle if self.pool.cache else (), np.int64)
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         needed = num_sequences * self.block_tables.blocks_for(num_tokens)

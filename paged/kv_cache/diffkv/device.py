@@ -68,13 +68,12 @@ class DiffKVPolicy:
         return self.keeps.rules
 
     def init(self, dtype, shard) -> DiffKVCache:
-        layout, levels, extremes = self.layout, self.layout.levels, None
+        layout, levels = self.layout, self.layout.levels
         heads, width = (layout.num_slots, layout.all_heads), layout.table_width
         found, streams = (*heads, 1 + levels), None
         if layout.streaming:
             streams = jnp.asarray(np.array(layout.streaming.by_shard))[shard][None]
-        if layout.reads:
-            extremes = jnp.zeros((layout.num_pages, layout.extremes), self.kv_dtype)
+        extremes = layout.num_pages, layout.extremes
         return DiffKVCache(
             words=jnp.zeros((layout.num_pages, layout.formats[0].words), jnp.uint32),
             pages=page_manager.init(layout.num_pages, *heads, width, levels, layout.single),
@@ -83,7 +82,7 @@ class DiffKVPolicy:
             alpha=jnp.array([self.alpha], jnp.float32),
             budget=jnp.array([self.budget], jnp.float32),
             streams=streams,
-            extremes=extremes,
+            extremes=jnp.zeros(extremes, self.kv_dtype) if layout.reads else None,
             stage=Stage.empty(layout, dtype),
             pinned=Stage.empty(layout, dtype, (layout.pins,)),
         )

@@ -11,7 +11,7 @@ the authors' code.
 
 A sliding window of the model is one more mask. In layers with a sliding window, streaming heads
 read their sink and local pages inside it. Dense heads read the whole sliding window, without page
-selection.
+selection and without MInference.
 """
 
 from dataclasses import dataclass, replace
@@ -31,26 +31,30 @@ from paged.kv_cache.lserve.plan import (
     DecodePlan,
     LServeCache,
     LServePlan,
+    PrefillPlan,
     case_of,
     lengths_read,
     make_plan,
 )
-from paged.kv_cache.lserve.prefill import prefill
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import by_window
-from pallas_kernels.block_sparse_attention import first_in_list
+from pallas_kernels.block_sparse_attention import (
+    block_sparse_prefill_attention,
+    first_in_list,
+    hybrid_prefill_attention,
+    last_queries,
+    vertical_slash_blocks,
+)
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 from pallas_kernels.quantization import QuantizedPages
 
 
 @dataclass(frozen=True)
 class LServePolicy(BlockDevice):
     """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
-    attention: the model's attention.
-    kv_dtype: dtype of the pages; None for the compute dtype.
-    implementation: implementation of the attention ops.
+    attention, kv_dtype, implementation: see `DensePolicy`.
     shared: groups of shards with the same KV head.
     select_together: groups of shards that select the same pages.
     """
@@ -90,11 +94,11 @@ class LServePolicy(BlockDevice):
         )
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
-        how = self._prefill, self.implementation, self._selection
+        how = self._prefilling, self.implementation, self._selection
         return cache, make_plan(self.layout, cache, inputs, *how)
 
     @property
-    def _prefill(self) -> str | None:
+    def _prefilling(self) -> str | None:
         """The implementation of prefill. Its kernels cannot read quantised pages, for which the
         default is "xla". Plans must be made for the same implementation."""
         quantised = self.layout.format is not None and self.implementation is None
@@ -127,10 +131,7 @@ class LServePolicy(BlockDevice):
         if Tp:
 
             def prompts(window: int | None):
-                return prefill(
-                    self.layout, self.shared, self.attention, window, layer, q_TxHxD[:Tp], cache,
-                    plan.prefill, inputs, self._prefill,
-                )  # fmt: skip
+                return self._prefill(window, layer, q_TxHxD[:Tp], cache, plan.prefill, inputs)
 
             outs.append(by_window(self.attention, layer, prompts))
         if Tp < T:
@@ -143,6 +144,85 @@ class LServePolicy(BlockDevice):
             cache = replace(cache, selected=selected)
             outs.append(out)
         return jnp.concatenate(outs).astype(compute_dtype), cache
+
+    def _prefill(self, window, layer, q_TxHxD, cache: LServeCache, plan: PrefillPlan, inputs):
+        """Attention [Tp, H, D] of the chunks of a step. All heads of a kind run in one call:
+        streaming heads read their window, dense heads all pages, or the pages that MInference
+        keeps. Each number of dense heads in a layer has its own branch."""
+        layout, implementation = self.layout, self._prefilling
+        k_pages, v_pages = cache.k_pages, cache.v_pages
+        K, Sp = layout.heads, inputs.num_prefill_rows
+        G = q_TxHxD.shape[1] // K
+        tables, lengths = inputs.tables[:Sp, : layout.max_pages], inputs.lengths[:Sp]
+        sparse, base = plan.sparse if window is None else None, cache.page_base[layer]
+        how: dict = {"scale": self.attention.scale, "soft_cap": self.attention.soft_cap}
+        if plan.hybrid is not None:
+            assert plan.lists is not None
+            return hybrid_prefill_attention(
+                q_TxHxD, k_pages, v_pages, tables, inputs.query_starts, lengths,
+                plan.blocks, plan.lists, cache.num_dense[layer], base,
+                dense_counts=tuple(layout.dense_counts), schedules=plan.hybrid,
+                implementation=implementation, **how,
+            )  # fmt: skip
+
+        def all_pages(dense: int, schedule):
+            return paged_prefill_attention(
+                q_TxHxD[:, : dense * G], k_pages, v_pages, _by_head(tables, dense),
+                inputs.query_starts, lengths, page_offset=base[:dense], sliding_window=window,
+                schedule=schedule, implementation=implementation, **how,
+            )  # fmt: skip
+
+        # The gather is outside of the branches, because a collective needs all shards, but shards
+        # with different numbers of dense heads take different branches.
+        telling = None
+        if sparse is not None and plan.segments is not None:
+            telling = self.shared.gather(last_queries(q_TxHxD, plan.segments))
+
+        def kept_pages(dense: int):
+            segments, tiles = plan.segments, plan.tiles
+            assert telling is not None and segments is not None
+            assert tiles is not None and plan.kept is not None
+            blocks = vertical_slash_blocks(
+                telling[:, :, : dense * G * self.shared.copies], k_pages, _by_head(tables, dense),
+                segments, tiles, sparse, layout.minference, page_offset=base[:dense], **how,
+            )  # fmt: skip
+            return block_sparse_prefill_attention(
+                q_TxHxD[:, : dense * G], k_pages, v_pages,
+                tables[tiles.rows[:, None, None], blocks], plan.kept, page_offset=base[:dense],
+                implementation=implementation, **how,
+            )  # fmt: skip
+
+        def dense_heads(dense: int, schedule):
+            if sparse is None:
+                return all_pages(dense, schedule)
+            return jax.lax.cond(
+                sparse.any(), lambda: kept_pages(dense), lambda: all_pages(dense, schedule)
+            )
+
+        first = None
+        if window is not None:
+            positions = inputs.positions[: len(q_TxHxD)]
+            first = first_in_list(positions, layout.page_size, layout.sink, layout.local, window)
+
+        def with_dense(dense: int):
+            outs, (of_dense, of_streaming) = [], plan.schedules[dense]
+            if dense:
+                outs.append(dense_heads(dense, of_dense[self.attention.kinds.index(window)]))
+            if dense < K:
+                assert plan.lists is not None and plan.blocks is not None
+                out = block_sparse_prefill_attention(
+                    q_TxHxD[:, dense * G :], k_pages, v_pages,
+                    _by_head(plan.blocks, K - dense), plan.lists, page_offset=base[dense:],
+                    first_T=first, schedule=of_streaming, implementation=implementation, **how,
+                )  # fmt: skip
+                outs.append(out)
+            return jnp.concatenate(outs, axis=1)
+
+        counts = layout.dense_counts
+        if len(counts) == 1:
+            return with_dense(counts[0])
+        which = jnp.searchsorted(jnp.array(counts), cache.num_dense[layer])
+        return jax.lax.switch(which, [lambda dense=dense: with_dense(dense) for dense in counts])
 
     def _decode(self, window, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
         """(attention [Sd, H, D], `cache.selected`). A row's heads become rows of one KV head."""
@@ -229,3 +309,8 @@ class LServePolicy(BlockDevice):
 
     def snapshot(self, cache: LServeCache) -> list[Selections]:
         return snapshot(self.layout, cache)
+
+
+def _by_head(tables, K: int):
+    """Page tables [S, K, M], the same for all K heads. tables: [S, M]."""
+    return jnp.broadcast_to(tables[:, None], (tables.shape[0], K, tables.shape[1]))

@@ -248,15 +248,10 @@ def _streamed_up_to(
     return np.concatenate([[0], np.cumsum(near + 1 + sinks)])
 
 
-def order_of(streams: np.ndarray, num_shards: int) -> np.ndarray:
-    """[L, K] heads in shard order. With more shards than heads, several share a head."""
-    return dense_first(streams, min(num_shards, streams.shape[1]))
-
-
 def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
     """[shards, L, J] int32 number in the whole model of each selecting head of a shard: KV heads,
     or query heads if these select."""
-    order = order_of(options.streams(model.whole), model.num_shards)
+    order = dense_first(options.streams(model.whole), model.num_shards)
     if options.select_per == "query_head":
         G = model.whole.num_heads // model.whole.num_kv_heads
         order = (order[..., None] * G + np.arange(G)).reshape(len(order), -1)
@@ -267,7 +262,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     options: Options = config.policy_options
     P, shard, shards = config.page_size, model.shard, model.num_shards
     streams = options.streams(model.whole)
-    streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
+    streams = np.take_along_axis(streams, dense_first(streams, shards), axis=1)
     num_dense = [tuple(dense.sum(1).tolist()) for dense in by_shard(~streams, shards)]
 
     # Clip counts to the longest sequence: tables need no more, and counts fit an int32.

@@ -49,6 +49,7 @@ class StreamingHost(BlockHost):
     def __init__(self, pool: Pool, layout: Layout):
         self.checkpoints = Checkpoints(pool.num_units)
         super().__init__(pool, self.checkpoints)
+        self.pins = self.checkpoints.pins
         self._layout = layout
         num_slots = layout.num_slots
         self.blocks = np.full((num_slots, layout.sink + layout.ring), NULL_BLOCK, np.int32)
@@ -58,10 +59,6 @@ class StreamingHost(BlockHost):
 
     def slot_tables(self) -> np.ndarray:
         return self.blocks
-
-    @property
-    def pins(self) -> np.ndarray | int:
-        return self.checkpoints.pins
 
     @property
     def cached_blocks(self) -> np.ndarray:

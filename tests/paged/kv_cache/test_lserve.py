@@ -8,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import SamplingState
-from paged.device.step import step
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, lserve
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
-from paged.step_inputs import empty_step_inputs
 from pallas_kernels.block_sparse_attention import (
     last_queries,
     segments_of,
@@ -29,6 +26,7 @@ from tests.paged.kv_cache.policy_suite import (
     CASES,
     CATALOGUE,
     LSERVE_OPTIONS,
+    compiled_step,
     drain,
 )
 from tests.paged.tiny import TINY
@@ -184,22 +182,11 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, kv_bits):
         ),
     )  # fmt: skip
     policy = lserve.device(config, ShardedModel.split(TINY))
-    cache = jax.eval_shape(lambda: policy.init(np.float32, jnp.int32(0)))
-    state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
     width = policy.layout.table_width
-    inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=width), packed=None)
-    program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
-    memory = (
-        program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step)
-        .compile()
-        .memory_analysis()
-    )
-    assert memory is not None
-    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    assert memory.alias_size_in_bytes >= total
+    cache, _, temporary = compiled_step(tiny_params, policy, width, Tp, Sd, multi_step)
     statistics = cache.statistics
     assert statistics is not None
-    assert memory.temp_size_in_bytes < statistics.size * statistics.dtype.itemsize / 2
+    assert temporary < statistics.size * statistics.dtype.itemsize / 2
 
 
 def simulated(**changes) -> Engine:
@@ -243,23 +230,6 @@ def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
     assert lserve.device(huge, sharded) == lserve.device(everything, sharded)
 
 
-def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
-    """16-bit keys and values; [max | min] of 16 tokens are as large as a token of the 16."""
-    model = ShardedModel.split(WIDE, 2, "bfloat16")
-    config = EngineConfig(
-        page_size=64, policy="lserve", max_model_len=256, kv_cache_tokens=8192,
-        policy_options=lserve.Options(
-            budget=192, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3
-        ),
-    )  # fmt: skip
-    layout = layout_of(config, model)
-    page = 64 * 2 * 8 * 2
-    assert layout.page_bytes == (page + page // 16, page)
-    # Of eight dense and four streaming heads each shard has half.
-    assert layout.max_heads == (4, 2)
-    assert layout.unit_bytes == (8 * (page + page // 16), 4 * page)
-
-
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
 def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     """A token's keys and values in a head: codes, and a scale and a zero point of 16 bits each; 16
@@ -276,6 +246,9 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     token = 2 * (D * kv_bits // 8 + (4 if kv_bits < 16 else 0))
     statistics = 64 // 16 * 2 * D * 2
     assert layout.page_bytes == (64 * token + statistics, 64 * token)
+    # Of eight dense and four streaming heads each shard has half.
+    assert layout.max_heads == (4, 2)
+    assert layout.unit_bytes == (8 * (64 * token + statistics), 4 * 64 * token)
     dense, streaming = POLICIES["lserve"].host(config, model).pools
     assert (dense.unit_bytes, streaming.unit_bytes) == layout.unit_bytes
     policy = lserve.device(config, model)
