@@ -16,9 +16,11 @@ import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.owners import CACHED, of_tables
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
+
+# Owners of units that no slot owns alone. CACHED: kept for later prompts, pinned or not.
+FREE, SHARED, CACHED = -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,7 @@ class HostPolicy(Protocol):
         ...
 
     def owners(self) -> dict[str, np.ndarray]:
-        """int32 owner of each unit but a null unit, by pool: a slot, or a constant of
-        `paged.kv_cache.owners`."""
+        """int32 owner of each unit but a null unit, by pool: a slot, or FREE, SHARED or CACHED."""
         ...
 
     def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:
@@ -196,12 +197,28 @@ class PrefixCachingHost(HostPolicy, Protocol):
         ...
 
 
+def owners_of(tables: np.ndarray, refcounts: np.ndarray) -> np.ndarray:
+    """int32 [N - 1] owners of units 1 to N - 1.
+
+    tables: [slots, M] int32 units of each slot, 0 for none.
+    refcounts: [N] reference counts of the units.
+    """
+    owners = np.where(refcounts > 0, CACHED, FREE).astype(np.int32)  # used, but in no table: pinned
+    slots, columns = np.nonzero(tables)
+    owners[tables[slots, columns]] = slots
+    owners[refcounts > 1] = SHARED
+    return owners[1:]
+
+
 class BlockHost(HostPolicy):
     """Bookkeeping of one pool of blocks with reference counts, and of its swap space.
 
     pool: blocks of the device.
     host_pool: blocks of the host's memory.
+    pins: [num_blocks] number of pins that reference each block, or 0.
     """
+
+    pins: np.ndarray | int = 0
 
     def __init__(self, pool: Pool, cache: Any = None):
         """cache: the argument of `BlockPool`."""
@@ -215,14 +232,9 @@ class BlockHost(HostPolicy):
         raise NotImplementedError
 
     @property
-    def pins(self) -> np.ndarray | int:
-        """[num_blocks] number of pins that reference each block."""
-        return 0
-
-    @property
     def cached_blocks(self) -> np.ndarray:
         """Blocks that only the prefix cache keeps, for later prompts."""
-        return np.zeros(0, np.int64)
+        return np.fromiter(self.pool.cache.idle if self.pool.cache else (), np.int64)
 
     @property
     def table_width(self) -> int:
@@ -237,7 +249,7 @@ class BlockHost(HostPolicy):
         return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
 
     def owners(self) -> dict[str, np.ndarray]:
-        owners = of_tables(self.slot_tables(), self.pool.refcounts)
+        owners = owners_of(self.slot_tables(), self.pool.refcounts)
         owners[self.cached_blocks - 1] = CACHED
         return {self._name: owners}
 

@@ -1,7 +1,8 @@
 """Moves before and after a step: units of the policy's pools, and the state of slots."""
 
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 Pairs = list[tuple[int, int]]
 
@@ -48,25 +49,15 @@ class Moves:
     dropped: keys of slot states that will not be imported.
     """
 
-    exports: dict[str, Pairs] = field(default_factory=dict)
+    exports: dict[str, Pairs] = field(default_factory=partial(defaultdict, list))
     slot_exports: Pairs = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     slot_imports: Pairs = field(default_factory=list)
-    imports: dict[str, Pairs] = field(default_factory=dict)
-    copies: dict[str, Pairs] = field(default_factory=dict)
+    imports: dict[str, Pairs] = field(default_factory=partial(defaultdict, list))
+    copies: dict[str, Pairs] = field(default_factory=partial(defaultdict, list))
     slot_copies: Pairs = field(default_factory=list)
     after: Pairs = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-
-    def export(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
-        self.exports.setdefault(pool, []).extend(pairs)
-
-    def bring(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
-        """Import units from the host's memory."""
-        self.imports.setdefault(pool, []).extend(pairs)
-
-    def copy(self, pool: str, pairs: Iterable[tuple[int, int]]) -> None:
-        self.copies.setdefault(pool, []).extend(pairs)
 
     def export_slot(self, slot: int, key: int) -> None:
         """Export a slot's state. If a copy into the slot is still due, its parent has the state."""

@@ -21,7 +21,7 @@ The device half is the dense policy's. A row of the block table has the blocks o
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -29,14 +29,14 @@ from models.config import ModelConfig
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import dense
-from paged.kv_cache.dense.host import BLOCKS, block_pool
-from paged.kv_cache.host import HostPolicy, Sizes
+from paged.kv_cache.dense.host import BLOCKS, dense_pool
+from paged.kv_cache.host import HostPolicy, owners_of
 from paged.kv_cache.moves import Moves
-from paged.kv_cache.owners import of_tables
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
 
-Reserve = Callable[[int, int, int], int]  # (prompt, limit, max_model_len) -> tokens
+# (prompt tokens, limit, max_model_len) -> tokens to reserve, at least limit, at most max_model_len
+Reserve = Callable[[int, int, int], int]
 
 
 class ReservingHost(HostPolicy):
@@ -45,13 +45,13 @@ class ReservingHost(HostPolicy):
     blocks: [num_slots, M] int32 block tables; `NULL_BLOCK` beyond the requested tokens.
     """
 
-    def __init__(self, sizes: Sizes, config: CacheConfig, reserve: Reserve):
-        self._sizes, self.pools, self.moves = sizes, sizes.pools, Moves()
+    def __init__(self, config: CacheConfig, model: ShardedModel, reserve: Reserve):
+        self.pools, self.moves = (dense_pool(config, model, 1),), Moves()
         self.buddies = BuddyAllocator(config.num_blocks - 1)
         self._page_size, self._max_model_len = config.page_size, config.max_model_len
         self._reserve = reserve
-        num_slots = config.max_num_seqs
-        self.blocks = np.full((num_slots, self.table_width), NULL_BLOCK, np.int32)
+        num_slots, width = config.max_num_seqs, self._blocks_for(config.max_model_len)
+        self.blocks = np.full((num_slots, width), NULL_BLOCK, np.int32)
         self._run = np.zeros(num_slots, np.int64)  # blocks of each slot's run
         self._asked = np.zeros(num_slots, np.int64)  # tokens requested for each slot's run
         self._limit = np.zeros(num_slots, np.int64)  # most tokens of the sequence
@@ -61,10 +61,11 @@ class ReservingHost(HostPolicy):
 
     @property
     def table_width(self) -> int:
-        return self._sizes.table_width
+        return self.blocks.shape[1]
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return self._sizes.fits(num_tokens, num_sequences)
+        """Conservative, because each sequence may need the run of max_model_len tokens."""
+        return num_sequences <= self.buddies.size // self.buddies.run_size(self.table_width)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
@@ -126,7 +127,7 @@ class ReservingHost(HostPolicy):
         return {BLOCKS: np.sort(self.blocks[self.blocks != NULL_BLOCK])}
 
     def owners(self) -> dict[str, np.ndarray]:
-        return {BLOCKS: of_tables(self.blocks, np.zeros(self.pools[0].num_units))}
+        return {BLOCKS: owners_of(self.blocks, np.zeros(self.pools[0].num_units))}
 
     def check(self) -> None:
         used = self.used_units()[BLOCKS]
@@ -177,43 +178,17 @@ def _check(config: CacheConfig, model: ModelConfig | None) -> None:
     dense.check(config, model)
 
 
-def _sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    runs = BuddyAllocator(config.num_blocks - 1)
-    width = -(-config.max_model_len // config.page_size)
-
-    def fits(num_tokens: int, num_sequences: int) -> bool:
-        """Conservative, because each sequence may need the run of max_model_len tokens."""
-        return num_sequences <= runs.size // runs.run_size(width)
-
-    return Sizes((block_pool(config, model, 1),), width, fits)
-
-
-def _policy(reserve: Reserve, can: Capabilities) -> Policy:
-    """reserve: (prompt tokens, limit, max_model_len) -> tokens to reserve, at least limit and at
-    most max_model_len."""
-
-    def host(config: CacheConfig, model: ShardedModel) -> ReservingHost:
-        return ReservingHost(_sizes(config, model), config, reserve)
-
-    return Policy(
-        lambda config: can, host, dense.device, _check, layout=dense.layout_of, sizes=_sizes
+def _policy(reserve: Reserve, static_batching: bool = False) -> Policy:
+    can = Capabilities(
+        chunked_prefill=True, recompute=True, recompute_exact=True, static_batching=static_batching
     )
+    host = partial(ReservingHost, reserve=reserve)
+    return Policy(lambda config: can, host, dense.device, _check, layout=dense.layout_of)
 
 
-def _reserve_max(prompt: int, limit: int, max_model_len: int) -> int:
-    return max_model_len
-
-
-def _reserve_pow2(prompt: int, limit: int, max_model_len: int) -> int:
-    return min(prompt + BuddyAllocator.run_size(limit - prompt), max_model_len)
-
-
-def _reserve_oracle(prompt: int, limit: int, max_model_len: int) -> int:
-    return limit
-
-
-_CAN = Capabilities(chunked_prefill=True, recompute=True, recompute_exact=True)
-ORCA_MAX = _policy(_reserve_max, _CAN)
-ORCA_POW2 = _policy(_reserve_pow2, _CAN)
-ORCA_ORACLE = _policy(_reserve_oracle, _CAN)
-FASTERTRANSFORMER = _policy(_reserve_max, replace(_CAN, static_batching=True))
+ORCA_MAX = _policy(lambda prompt, limit, longest: longest)
+ORCA_POW2 = _policy(
+    lambda prompt, limit, longest: min(prompt + BuddyAllocator.run_size(limit - prompt), longest)
+)
+ORCA_ORACLE = _policy(lambda prompt, limit, longest: limit)
+FASTERTRANSFORMER = _policy(lambda prompt, limit, longest: longest, static_batching=True)

@@ -209,7 +209,6 @@ class Policy:
     layout: builds its `Layout`: sizes and work. Measurements and simulation need it.
     simulated: (configuration, model, path of a recording or "") -> `SimulatedDevice`. None if the
         device half reports nothing.
-    sizes: computes the sizes of its cache. None: `sizes_of` builds a host half to read them.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]
@@ -220,10 +219,8 @@ class Policy:
     head_order: Callable[[CacheConfig, ModelConfig], np.ndarray | None] = lambda c, m: None
     layout: Callable[[CacheConfig, ShardedModel], Layout] | None = None
     simulated: Callable[[CacheConfig, ShardedModel, str], SimulatedDevice] | None = None
-    sizes: Callable[[CacheConfig, ShardedModel], Sizes] | None = None
 
     def sizes_of(self, config: CacheConfig, model: ShardedModel) -> Sizes:
-        if self.sizes:
-            return self.sizes(config, model)
+        """The sizes of its cache, read from a host half that manages nothing yet."""
         host = self.host(config, model)
         return Sizes(host.pools, host.table_width, host.fits)

@@ -93,17 +93,12 @@ def kv_bytes_of_token(model: ModelConfig, dtype) -> int:
     return 2 * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
 
 
-def triangle(tokens):
-    """1 + 2 + … + tokens."""
-    return tokens * (tokens + 1) // 2
-
-
 def seen_up_to(tokens, window):
     """(query, key) pairs among the first `tokens` of a sequence, if a query sees at most the last
     `window` tokens, its own included."""
     tokens = np.asarray(tokens, np.int64)  # squares of long contexts exceed 32 bits
     growing = np.minimum(tokens, window)
-    return triangle(growing) + (tokens - growing) * window
+    return growing * (growing + 1) // 2 + (tokens - growing) * window
 
 
 def visible(contexts, new_tokens, windows: Sequence[int | None]) -> tuple[Any, Any]:

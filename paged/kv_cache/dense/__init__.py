@@ -1,10 +1,15 @@
 """The dense policy (PagedAttention): a head reads all pages of its sequence."""
 
 from models.config import ModelConfig
-from paged.kv_cache.dense.device import DenseCache, DensePlan, DensePolicy
-from paged.kv_cache.dense.host import BLOCKS, DenseHost, sizes
+from paged.kv_cache.dense.device import (
+    DenseCache,
+    DensePlan,
+    DensePolicy,
+    Reads,
+    blocks_by_page,
+)
+from paged.kv_cache.dense.host import BLOCKS, DenseHost
 from paged.kv_cache.dense.layout import layout_of
-from paged.kv_cache.dense.reads import Reads, blocks_by_page
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 
 __all__ = [
@@ -54,6 +59,4 @@ def device(
     )
 
 
-VLLM = Policy(
-    lambda config: CAPABILITIES, DenseHost.declare, device, check, layout=layout_of, sizes=sizes
-)
+VLLM = Policy(lambda config: CAPABILITIES, DenseHost.declare, device, check, layout=layout_of)

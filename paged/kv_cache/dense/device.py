@@ -5,7 +5,9 @@ to one KV head. Here the page table is a row of block ids plus an offset:
 page = (layer * K + head) * num_blocks + block.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -13,10 +15,10 @@ import jax.numpy as jnp
 
 from models.config import Attention
 from paged.kv_cache.block_device import BlockDevice
-from paged.kv_cache.dense.reads import Reads, all_blocks
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.windows import by_window
 from pallas_kernels.attention.schedule import DecodeSchedule, PrefillSchedule
+from pallas_kernels.block_sparse_attention import lists_of, tiles_of
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import (
     paged_attention,
@@ -24,6 +26,45 @@ from pallas_kernels.paged_attention import (
     plan_decode,
     plan_prefill,
 )
+
+
+class Reads(NamedTuple):
+    """Rp prompt rows, followed by one row for each decoding query.
+
+    query_starts: [Rp + 1] first query of each prompt row.
+    tables: [R, M] blocks of each row, in token order.
+    lengths: [R] tokens that the row's last query reads from the row's blocks. Each earlier query
+        reads one token less than the next.
+    """
+
+    query_starts: jax.Array
+    tables: jax.Array
+    lengths: jax.Array
+
+
+BlocksOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
+    """All queries of one page of a sequence read the same blocks, however a prompt is chunked.
+
+    blocks_of: logical pages [...] int32 -> (blocks [..., B] int32, counts [...]): the logical pages
+        that queries of each page read, ascending, the page itself last. Entries beyond `counts`
+        are undefined.
+    """
+    Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
+    last = inputs.lengths[Sp:] - 1
+    blocks, counts = blocks_of(last // page_size)
+    lengths = (counts - 1) * page_size + last % page_size + 1
+    rows, starts = jnp.arange(Sp, len(inputs.lengths)), inputs.query_starts
+    if Tp:
+        # Each page of a prompt's queries becomes its own row.
+        tiles = tiles_of(starts, inputs.lengths[:Sp], Tp, page_size)
+        prompts = lists_of(tiles, *blocks_of(tiles.blocks), page_size)
+        starts, rows = prompts.starts, jnp.concatenate([prompts.rows, rows])
+        blocks = jnp.concatenate([prompts.blocks, blocks])
+        lengths = jnp.concatenate([prompts.lengths, lengths])
+    return Reads(starts, inputs.tables[rows[:, None], blocks], lengths)
 
 
 @flax.struct.dataclass
@@ -78,7 +119,7 @@ class DensePolicy(BlockDevice):
 
     def reads(self, inputs) -> Reads:
         """The blocks that queries read. Policies whose queries read fewer blocks override this."""
-        return all_blocks(inputs)
+        return Reads(inputs.query_starts, inputs.tables, inputs.lengths)
 
     def begin_step(self, cache: DenseCache, inputs):
         head_offset = jnp.arange(self.num_kv_heads, dtype=jnp.int32) * self.num_blocks

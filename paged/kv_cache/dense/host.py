@@ -8,7 +8,7 @@ from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.block_table import BlockTables, SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
 from paged.kv_cache.dense.prefix import Prefixes
-from paged.kv_cache.host import BlockHost, HostPolicy, Sizes
+from paged.kv_cache.host import BlockHost, HostPolicy
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
@@ -18,27 +18,19 @@ BLOCKS = "blocks"  # the name of the pool
 MOVED_TOKENS_PER_CALL = 1024  # copies and swaps are padded to it, so each compiles only once
 
 
-def block_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> Pool:
+def block_pool(
+    config: CacheConfig, name: str, num_units: int, num_host_units: int, unit_bytes: int
+) -> Pool:
     """The pool of a block allocator. Block 0 is the null block."""
-    return Pool(
-        name=BLOCKS,
-        num_units=config.num_blocks,
-        num_host_units=num_host_units,
-        null_unit=NULL_BLOCK,
-        max_copies=config.max_num_seqs,
-        units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
-        unit_bytes=config.page_size * model.kv_token_bytes(config.kv_dtype),
-    )
+    per_call = -(-MOVED_TOKENS_PER_CALL // config.page_size)
+    max_copies = config.max_num_seqs
+    return Pool(name, num_units, num_host_units, NULL_BLOCK, per_call, max_copies, unit_bytes)
 
 
-def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    P, blocks = config.page_size, config.num_blocks - 1
-
-    def fits(num_tokens: int, num_sequences: int) -> bool:
-        return num_sequences * -(-num_tokens // P) <= blocks
-
-    pool = block_pool(config, model, config.num_blocks)
-    return Sizes((pool,), -(-config.max_model_len // P), fits)
+def dense_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> Pool:
+    """The pool whose blocks are pages in all heads."""
+    unit_bytes = config.page_size * model.kv_token_bytes(config.kv_dtype)
+    return block_pool(config, BLOCKS, config.num_blocks, num_host_units, unit_bytes)
 
 
 class DenseHost(BlockHost):
@@ -65,12 +57,13 @@ class DenseHost(BlockHost):
         self.prefixes = None
         if cache is not None:
             self.prefixes = Prefixes(cache, self.pool, self.block_tables, can, can_resume)
+            self.pins = self.prefixes.pins
         self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
 
     @classmethod
     def declare(cls, config: CacheConfig, model: ShardedModel) -> "DenseHost":
         # The host's memory is as large as the device's (vLLM §4.5).
-        return cls(block_pool(config, model, config.num_blocks), config)
+        return cls(dense_pool(config, model, config.num_blocks), config)
 
     @staticmethod
     def of(policy: HostPolicy) -> "DenseHost":
@@ -80,14 +73,6 @@ class DenseHost(BlockHost):
 
     def slot_tables(self) -> np.ndarray:
         return self.block_tables.blocks
-
-    @property
-    def pins(self) -> np.ndarray | int:
-        return self.prefixes.pins if self.prefixes else 0
-
-    @property
-    def cached_blocks(self) -> np.ndarray:
-        return np.fromiter(self.pool.cache.idle if self.pool.cache else (), np.int64)
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         needed = num_sequences * self.block_tables.blocks_for(num_tokens)
@@ -135,7 +120,7 @@ class DenseHost(BlockHost):
 
     def append(self, slots, num_tokens) -> None:
         if copies := self.block_tables.append(slots, num_tokens):
-            self.moves.copy(self._name, copies)
+            self.moves.copies[self._name] += copies
 
     def fork(self, parent: int, child: int) -> None:
         self.block_tables.fork(parent, child)
@@ -198,7 +183,7 @@ class DenseHost(BlockHost):
 
     def swap_out(self, slots: list[int]) -> SwappedTables:
         swapped, pairs = self.block_tables.swap_out(slots, self.host_pool)
-        self.moves.export(self._name, pairs)
+        self.moves.exports[self._name] += pairs
         self._computed[slots] = 0
         return swapped
 
@@ -213,7 +198,8 @@ class DenseHost(BlockHost):
         if self.prefixes:
             for sequence in sequences:
                 self.prefixes.restart(sequence.slot, sequence)
-        self.moves.bring(self._name, self.block_tables.swap_in(slots, swapped, self.host_pool))
+        pairs = self.block_tables.swap_in(slots, swapped, self.host_pool)
+        self.moves.imports[self._name] += pairs
         self._computed[slots] = [sequence.computed for sequence in sequences]
 
     def drop_swapped(self, swapped: SwappedTables) -> None:

@@ -15,20 +15,19 @@ increase again. Here a token's key and value share one precision, which DiffKV's
 
 The policy's parts:
 
-    formats               page formats
-    keeps                 kept tokens: by significance or budget (`compression`), by head
-                          (`streaming_heads`), or by age (`rest`)
+    options               settings and page formats
+    keeps                 kept tokens: by significance or budget (`compression`), by age, or, in
+                          streaming heads, by position
     page_selector         page selection
     page_manager, host    page ownership
 """
 
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.device import DiffKVPolicy
-from paged.kv_cache.diffkv.formats import AUTO
-from paged.kv_cache.diffkv.host import DiffKVHost, sizes
+from paged.kv_cache.diffkv.host import DiffKVHost
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
-from paged.kv_cache.diffkv.options import Options, check_options
+from paged.kv_cache.diffkv.options import AUTO, Options, check_options
 from paged.kv_cache.diffkv.simulated import SimulatedPages
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
@@ -99,12 +98,5 @@ def device(
 
 
 DIFFKV = Policy(
-    capabilities,
-    DiffKVHost,
-    device,
-    check,
-    Options,
-    layout=layout_of,
-    simulated=SimulatedPages,
-    sizes=sizes,
+    capabilities, DiffKVHost, device, check, Options, layout=layout_of, simulated=SimulatedPages
 )

@@ -43,7 +43,7 @@ Two baselines keep a budget of tokens in each head, all in one precision:
             queries. A token's votes are the maximum over the token and its neighbours. Generated
             tokens are kept (generation rule `keep`)
 
-A third baseline, `kivi`, needs no scores (rest.py).
+A third baseline, `kivi`, needs no scores (keeps.py).
 """
 
 from dataclasses import dataclass
@@ -123,7 +123,9 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """window: tokens at the end of a sequence that stay in the highest precision, at least 2. H2O's
+    """A `Keeper` by scores.
+
+    window: tokens at the end of a sequence that stay in the highest precision, at least 2. H2O's
         window is half of its budget instead.
     prompt, generation: rules, see the module.
     budgeted: whether a budget, not alpha, decides which tokens of a prompt are kept.
@@ -163,7 +165,6 @@ class Rules:
         return scores / jnp.maximum(age if self.counts_own else age - 1, 1)
 
     def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
-        """See `Keeper`."""
         positions, N = positions_T[:, None], lengths_T[:, None]
         recent = positions >= N - self.recent(budget, N)
         later = jnp.maximum(N - positions if self.counts_own else N - positions - 1, 0)
@@ -190,11 +191,10 @@ class Rules:
         return kept, scores
 
     def places(self, positions_T, ranks_TxK):
-        """See `Keeper`."""
         return ranks_TxK
 
     def decide(self, found: Found, positions, alpha, kept=0, budget=0.0) -> Decision:
-        """See `Keeper`. Only H2O uses `kept` and `budget`."""
+        # Only H2O uses `kept` and `budget`.
         lengths = positions + 1
         thresholds = [each / lengths for each in alpha]
         (candidate, *victims), places = (jnp.moveaxis(x, -1, 0) for x in (found.mean, found.at))

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.config import Attention
 from paged.kv_cache.diffkv import page_manager
@@ -22,7 +23,7 @@ from paged.kv_cache.diffkv.layout import PREFIXES, Layout
 from paged.kv_cache.diffkv.page_selector import Read
 from paged.kv_cache.diffkv.scores import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
-from paged.kv_cache.diffkv.stage import Places, Staged
+from paged.kv_cache.diffkv.stage import Places, Stage, Staged
 from paged.kv_cache.diffkv.state import (
     DecodePlan,
     DiffKVCache,
@@ -30,7 +31,6 @@ from paged.kv_cache.diffkv.state import (
     PromptPlan,
     plan_decodes,
     plan_prompts,
-    report,
 )
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
@@ -68,9 +68,24 @@ class DiffKVPolicy:
         return self.keeps.rules
 
     def init(self, dtype, shard) -> DiffKVCache:
-        return DiffKVCache.empty(
-            self.layout, self.alpha, self.budget, self.kv_dtype, shard, dtype
-        )  # fmt: skip
+        layout, levels = self.layout, self.layout.levels
+        heads, width = (layout.num_slots, layout.all_heads), layout.table_width
+        found, streams = (*heads, 1 + levels), None
+        if layout.streaming:
+            streams = jnp.asarray(np.array(layout.streaming.by_shard))[shard][None]
+        extremes = layout.num_pages, layout.extremes
+        return DiffKVCache(
+            words=jnp.zeros((layout.num_pages, layout.formats[0].words), jnp.uint32),
+            pages=page_manager.init(layout.num_pages, *heads, width, levels, layout.single),
+            counts=jnp.zeros((*heads, levels), jnp.int32),
+            found=Found(jnp.zeros(found, jnp.int32), jnp.full(found, NOBODY, jnp.float32)),
+            alpha=jnp.array([self.alpha], jnp.float32),
+            budget=jnp.array([self.budget], jnp.float32),
+            streams=streams,
+            extremes=jnp.zeros(extremes, self.kv_dtype) if layout.reads else None,
+            stage=Stage.empty(layout, dtype),
+            pinned=Stage.empty(layout, dtype, (layout.pins,)),
+        )
 
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
@@ -323,7 +338,20 @@ class DiffKVPolicy:
         return replace(cache, pages=page_manager.plan_prompts(cache.pages, slots, held))
 
     def report(self, cache: DiffKVCache) -> dict[str, jax.Array]:
-        return report(self.layout, cache)
+        """The report to the host half:
+
+        free: [1] free pages.
+        held: [num_slots] pages of each slot.
+        needs: [num_slots, J] most pages that 1 … J more tokens take.
+        kept: [num_slots, I] tokens by precision, summed over all heads.
+        """
+        pages = cache.pages
+        streams = None if cache.streams is None else cache.streams[0]
+        needs = self.layout.needs(cache.counts, pages.held[..., 0], streams)
+        return {
+            "free": pages.free, "held": pages.held.sum((1, 2)),
+            "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),
+        }  # fmt: skip
 
     # Moves: unit slot * max_pages + k is the k-th page of a slot.
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.diffkv.layout import PREFIXES, Layout, layout_of
-from paged.kv_cache.host import HostPolicy, Sizes
+from paged.kv_cache.host import FREE, HostPolicy
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.owners import FREE
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
@@ -85,17 +84,6 @@ def pools_of(layout: Layout, model: ShardedModel) -> tuple[Pool, ...]:
     return pages, prefixes
 
 
-def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    """If prompts come in chunks, a row of `tables` has one entry: the number of tokens to prefill.
-    Otherwise it has none."""
-    layout = layout_of(config, model)
-
-    def fits(num_tokens: int, num_sequences: int) -> bool:
-        return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
-
-    return Sizes(pools_of(layout, model), int(layout.staged > 0), fits)
-
-
 class DiffKVHost(HostPolicy):
     """Six numbers of each slot. The device half has the page tables.
 
@@ -109,8 +97,7 @@ class DiffKVHost(HostPolicy):
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout = layout = layout_of(config, model)
-        self._sizes = sizes(config, model)
-        self.pools, self.capacity = self._sizes.pools, layout.num_pages
+        self.pools, self.capacity = pools_of(layout, model), layout.num_pages
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
         self._watermark = int(config.watermark * self.capacity)
         self._can = config.capabilities
@@ -128,10 +115,11 @@ class DiffKVHost(HostPolicy):
 
     @property
     def table_width(self) -> int:
-        return self._sizes.table_width
+        """1 if prompts come in chunks, else 0. See `tables`."""
+        return int(self.layout.staged > 0)
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return self._sizes.fits(num_tokens, num_sequences)
+        return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
 
     def _bounds(self, slots, num_tokens):
         """Most pages that `num_tokens` of `slots` need: the smallest of three bounds, from the last
@@ -183,7 +171,7 @@ class DiffKVHost(HostPolicy):
         if not start:
             return 0
         assert not self._is_staged(slice(None)).any(), "the stage is another's"
-        self.moves.copy(PREFIXES, [(1 + pin, 0)])
+        self.moves.copies[PREFIXES] += [(1 + pin, 0)]
         self._computed[slot] = start
         return start
 
@@ -194,7 +182,7 @@ class DiffKVHost(HostPolicy):
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
         """Copy the stage to a new pin, of the whole tiles before the prompt's last two tokens."""
         self._pinned.append(Pinned(tokens[: self._can.pinned_tokens(len(tokens))], root))
-        self.moves.copy(PREFIXES, [(0, self.num_pinned)])
+        self.moves.copies[PREFIXES] += [(0, self.num_pinned)]
 
     def pinned(self, sequence: Sequence) -> int:
         return self._pin_of(sequence)[1]
@@ -267,7 +255,7 @@ class DiffKVHost(HostPolicy):
         for slot in slots:
             units = self._host_pool.allocate(int(self._held[slot]))
             first = self.moves.source_of(slot) * self.layout.max_pages
-            self.moves.export(PAGES, zip(range(first, first + len(units)), units.tolist()))
+            self.moves.exports[PAGES] += zip(range(first, first + len(units)), units.tolist())
             self.moves.export_slot(slot, key := next(self._keys))
             known = self._known[:, slot].copy(), self._needs[slot].copy()
             swapped.append(Swapped(key, units, *known))
@@ -285,7 +273,8 @@ class DiffKVHost(HostPolicy):
         for one, sequence in zip(swapped, sequences, strict=True):
             first = sequence.slot * self.layout.max_pages
             self.moves.slot_imports.append((one.key, sequence.slot))
-            self.moves.bring(PAGES, zip(one.units.tolist(), range(first, first + len(one.units))))
+            pages = range(first, first + len(one.units))
+            self.moves.imports[PAGES] += zip(one.units.tolist(), pages)
             self._known[:, sequence.slot], self._needs[sequence.slot] = one.known, one.needs
         self._forget(swapped)
 

@@ -1,18 +1,197 @@
-"""The kept tokens of each KV head. `Rules` decide by scores, `Rest` by age. Streaming heads keep
-the sink and the last tokens."""
+"""The kept tokens of each KV head: by score (`compression.Rules`), by age (`Rest`) or, in streaming
+heads, by position. By age and by position, the precision and place of each token depend only on
+the number of tokens.
+
+KIVI (arXiv:2402.02750): the newest tokens (the rest) are in 16 bits, all others in few bits. Keys
+have a scale for each channel and group of tokens, values for each token and group of channels.
+
+The rest is a ring of whole groups in the highest precision. A new token replaces the oldest one. If
+the oldest token is the first of its group, the whole group is quantised and written. The group's
+other tokens are read unquantised until they are replaced.
+
+So a rest of R tokens always holds the newest R keys and values. In the paper the rest of values
+does, too, but the rest of keys has 0 to R - 1 tokens. No token is dropped. The state after a prompt
+equals the state after generating the same tokens.
+
+Streaming heads (LServe §3.3, DuoAttention) keep a sink and the last tokens, for any scores, all in
+the highest precision. The last tokens are a ring behind the sink. A new token replaces the token
+that leaves the window. Queries of a prompt attend to the whole prompt, as in other heads; the
+window applies from the first generated token on.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv.compression import Decision, Found, Keeper, Rules
-from paged.kv_cache.diffkv.rest import Rest
-from paged.kv_cache.diffkv.streaming_heads import StreamingHeads
+from paged.kv_cache.lserve.gates import GatedOptions, by_shard
+from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.scatter import distinct
+from pallas_kernels.quantized_attention import PageFormat, Tokens
+from pallas_kernels.quantized_attention.tables import Run
+from pallas_kernels.quantized_attention.worklist import listed, num_trips
+
+LOWERED_GROUPS = 16  # groups per iteration of `lower`
+
+
+class Groups(NamedTuple):
+    """Groups of tokens of prompts.
+
+    row: [n] int32, the prompt of each group.
+    place: [n, 1] int32, position of the group's first token in its prompt.
+    live: [n, 1] bool; False for padding.
+    tokens: [n * K, t, …] tokens of each group and KV head.
+    """
+
+    row: jax.Array
+    place: jax.Array
+    live: jax.Array
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Rest:
+    """A `Keeper` by age.
+
+    tokens: R, a multiple of the group.
+    group: t, tokens that are quantised together.
+    """
+
+    tokens: int
+    group: int
+
+    def beyond(self, num_tokens):
+        """Number of tokens of a sequence outside the rest."""
+        return (num_tokens > self.tokens) * (num_tokens - self.tokens)
+
+    def split(self, num_tokens) -> tuple:
+        """Tokens of a sequence by precision."""
+        beyond = self.beyond(num_tokens)
+        return num_tokens - beyond, beyond
+
+    def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
+        beyond = (positions_T < self.beyond(lengths_T))[:, None]
+        return [jnp.broadcast_to(x, sums_TxK.shape) for x in (~beyond, beyond)], sums_TxK
+
+    def places(self, positions_T, ranks_TxK):
+        return jnp.broadcast_to(self.place(positions_T)[:, None], ranks_TxK.shape)
+
+    def place(self, positions):
+        """Places in the ring."""
+        return positions % self.tokens
+
+    def positions(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Positions of a sequence's tokens in each precision, by place."""
+        beyond = self.beyond(num_tokens)
+        return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
+
+    def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
+        # In a full rest, a new token replaces the oldest one, which then belongs to the lower
+        # precision.
+        positions = jnp.broadcast_to(positions, kept.shape)
+        full = positions >= self.tokens
+        arrives = jnp.stack([jnp.ones_like(full), full], -1)
+        replaces = jnp.stack([full, jnp.zeros_like(full)], -1)
+        at = jnp.broadcast_to(self.place(positions)[..., None], arrives.shape)
+        return Decision(arrives, replaces, at)
+
+    def groups(self, lengths_S, starts_S, k_TxKxD, v_TxKxD) -> Groups:
+        """The prompts' groups that have a token outside the rest. Prompts are whole, so each group
+        has all of its tokens. starts: [S] int32, index of each prompt's first token."""
+        T, K, D = k_TxKxD.shape
+        counts = (self.beyond(lengths_S) + self.group - 1) // self.group
+        row, number, live = listed(counts, 0, max(1, T // self.group))
+        place = (number * self.group)[:, None]
+        positions = place + jnp.arange(self.group)
+        at = jnp.clip(starts_S[row][:, None] + positions, 0, T - 1)
+        keys, values = (x[at].swapaxes(1, 2).reshape(-1, self.group, D) for x in (k_TxKxD, v_TxKxD))
+        positions = jnp.repeat(positions, K, axis=0)
+        tokens = Tokens(keys, values, jnp.zeros_like(positions, jnp.float32), positions)
+        return Groups(row, place, live[:, None], tokens)
+
+    def lower(
+        self, words, tables_RxM, run: Run, formats: tuple[PageFormat, ...], positions_R, begins_R,
+        page_R, at_R,
+    ):  # fmt: skip
+        """Quantise the oldest group of each row where `begins` is true, and write it at `at` of
+        `page` in the lower precision. Must run before new tokens at `positions` replace the group.
+        run: columns of the rest's pages in the tables."""
+        (highest, low), N, t = formats, len(words), self.group
+
+        def body(trip, words):
+            row, _, live = listed(begins_R.astype(jnp.int32), trip, LOWERED_GROUPS)
+            place = self.place(positions_R[row])[:, None] + jnp.arange(t)
+            column = run.column(place // highest.tokens)
+            source = tables_RxM[row[:, None], column].reshape(-1)
+            tokens = highest.read_tokens(words, source, (place % highest.tokens).reshape(-1))
+            # Without the barrier XLA moves this read behind the write, and copies the pool.
+            tokens, words = jax.lax.optimization_barrier((tokens, words))
+            groups = jax.tree.map(lambda x: x.reshape(-1, t, *x.shape[1:]), tokens)
+            return low.write(words, distinct(page_R[row], live, N), at_R[row], groups)
+
+        trips = num_trips(begins_R.astype(jnp.int32), LOWERED_GROUPS)
+        return jax.lax.fori_loop(0, trips, body, words)
+
+
+@dataclass(frozen=True)
+class StreamingHeads:
+    """A `Keeper` by position.
+
+    by_shard: [shards][L * K] whether each head of a shard streams.
+    sink, local: number of first and of last tokens that a streaming head keeps.
+    """
+
+    by_shard: tuple[tuple[bool, ...], ...]
+    sink: int
+    local: int
+
+    @classmethod
+    def of(
+        cls, options: GatedOptions, model: ShardedModel, sink: int, local: int
+    ) -> "StreamingHeads | None":
+        """None if no head streams."""
+        streams = options.streams(model.whole)
+        if not streams.any():
+            return None
+        shards = by_shard(streams, model.num_shards)
+        return cls(tuple(tuple(shard.reshape(-1).tolist()) for shard in shards), sink, local)
+
+    @property
+    def fewest(self) -> int:
+        """Number of streaming heads on the shard with the fewest."""
+        return min(sum(heads) for heads in self.by_shard)
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a streaming head keeps."""
+        return self.sink + self.local
+
+    def _place(self, positions):
+        in_ring = self.sink + (positions - self.sink) % self.local
+        return jnp.where(positions < self.sink, positions, in_ring)
+
+    def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
+        kept = (positions_T < self.sink) | (positions_T >= lengths_T - self.local)
+        kept = jnp.broadcast_to(kept[:, None], sums_TxK.shape)
+        return [kept] + [jnp.zeros_like(kept)] * (len(alpha) - 1), sums_TxK
+
+    def places(self, positions_T, ranks_TxK):
+        return jnp.broadcast_to(self._place(positions_T)[:, None], ranks_TxK.shape)
+
+    def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
+        highest, full = jnp.arange(len(alpha)) == 0, positions >= self.window
+        arrives = jnp.broadcast_to(highest, (*positions.shape, len(alpha)))
+        place = jnp.where(highest, self._place(positions)[..., None], 0)
+        return Decision(arrives, arrives & full[..., None], place)
 
 
 @dataclass(frozen=True)
 class Keeps:
-    """rules: rules of heads that do not stream.
+    """`Keeper` for all heads.
+
+    rules: rules of heads that do not stream.
     streaming: rules of streaming heads; None if no head streams.
     rest: KIVI's rest; None if `rules` decide. The newest tokens are in the highest precision, all
         others in the lower one.
@@ -30,7 +209,6 @@ class Keeps:
         return self.rest or self.rules
 
     def of_prompts(self, streams_K, *tokens):
-        """`Keeper.of_prompts` for all heads."""
         masks, scores = self._dense.of_prompts(*tokens)
         if self.streaming is not None:
             windows, _ = self.streaming.of_prompts(*tokens)
@@ -38,14 +216,12 @@ class Keeps:
         return masks, scores
 
     def places(self, streams_K, positions_T, ranks_TxK):
-        """`Keeper.places` for all heads."""
         places = self._dense.places(positions_T, ranks_TxK)
         if self.streaming is None:
             return places
         return jnp.where(streams_K, self.streaming.places(positions_T, ranks_TxK), places)
 
     def decide(self, streams_H, found: Found, positions_S, alpha, kept_SxH, budget) -> Decision:
-        """`Keeper.decide` for all heads."""
         tokens = found, positions_S[:, None], alpha, kept_SxH, budget
         decision = self._dense.decide(*tokens)
         if self.streaming is None:

@@ -2,15 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from paged.kv_cache.diffkv.keeps import Rest, StreamingHeads
 from paged.kv_cache.diffkv.options import Options
 from paged.kv_cache.diffkv.page_selector import TopPages
-from paged.kv_cache.diffkv.rest import Rest
-from paged.kv_cache.diffkv.streaming_heads import StreamingHeads
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Stored, Work, total, visible
 from pallas_kernels.prompt_attention import QUERY_TILE
@@ -57,6 +56,7 @@ class Layout:
     staged_scores: int = 1
     prompt_tile: int = QUERY_TILE
     pins: int = 0
+    swap_copies: ClassVar[int] = 0  # units are gathered first
 
     @property
     def all_heads(self) -> int:
@@ -115,11 +115,6 @@ class Layout:
         return self.logical_pages * 2 * self.attention.D
 
     @property
-    def swap_copies(self) -> int:
-        """0, because units are gathered first: see `paged.kv_cache.work.Layout`."""
-        return 0
-
-    @property
     def page_bytes(self) -> int:
         return 4 * self.formats[0].words + self.extremes * self.kv_itemsize
 
@@ -135,19 +130,14 @@ class Layout:
         """Most pages of a dense head for `num_tokens`, at least 1 token. With a rest, the exact
         number of pages."""
         if self.rest:
-            return self._of_rest(num_tokens)[0]
+            both = zip(self.rest.split(num_tokens), self.formats)
+            return sum(-(-n // format.tokens) for n, format in both)
         return -(-num_tokens // self.formats[0].tokens) + self.levels - 1
 
     def pages_of(self, counts):
         """Pages [..., I] for `counts` [..., I] of tokens."""
         sizes = np.array([format.tokens for format in self.formats], np.int32)
         return (counts + sizes - 1) // sizes
-
-    def _of_rest(self, num_tokens) -> tuple:
-        """(pages, tokens by precision) of a head with a rest."""
-        assert self.rest is not None
-        tokens = self.rest.split(num_tokens)
-        return sum(-(-n // format.tokens) for n, format in zip(tokens, self.formats)), tokens
 
     def in_window(self, num_tokens):
         """Tokens that a streaming head keeps of `num_tokens`."""
@@ -159,17 +149,14 @@ class Layout:
         return -(-self.in_window(num_tokens) // self.formats[0].tokens)
 
     def uncompressed(self, num_tokens):
-        """(pages [...], tokens by precision [..., I]) of all heads for `num_tokens` [...], if dense
-        heads compress no token by its score."""
-        kept = np.zeros((*num_tokens.shape, self.levels), np.int64)
+        """Tokens by precision [..., I] of all heads for `num_tokens` [...], if dense heads compress
+        no token by its score."""
         if self.rest:
-            pages, tokens = self._of_rest(num_tokens)
-            return self.all_heads * pages, self.all_heads * np.stack(tokens, -1)
-        dense, streaming = self.dense_heads, self.all_heads - self.dense_heads
-        pages = dense * -(-num_tokens // self.formats[0].tokens)
-        pages = pages + streaming * self.pages_in_window(num_tokens)
-        kept[..., 0] = dense * num_tokens + streaming * self.in_window(num_tokens)
-        return pages, kept
+            return self.all_heads * np.stack(self.rest.split(num_tokens), -1)
+        streaming = self.all_heads - self.dense_heads
+        kept = np.zeros((*num_tokens.shape, self.levels), np.int64)
+        kept[..., 0] = self.dense_heads * num_tokens + streaming * self.in_window(num_tokens)
+        return kept
 
     def growth(self, num_tokens):
         """Most pages that `num_tokens` more tokens take, for any content of heads. A token takes at
@@ -222,7 +209,7 @@ class Layout:
         are computed for a full window."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if kept is None:
-            kept = self.uncompressed(contexts)[1] / self.all_heads
+            kept = self.uncompressed(contexts) / self.all_heads
         num_kept = kept.sum(-1)
         bytes_of = np.array([float(format.token_bytes) for format in self.formats])
         pages = kept @ (1 / np.array([format.tokens for format in self.formats]))

@@ -1,24 +1,25 @@
 """The options of DiffKV's policy, and their checks."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
-from paged.kv_cache.diffkv.formats import AUTO, Level, page_formats
+from paged.kv_cache.diffkv.keeps import Rest
 from paged.kv_cache.diffkv.page_selector import TopPages
-from paged.kv_cache.diffkv.rest import Rest
 from paged.kv_cache.lserve.gates import GatedOptions
 from paged.kv_cache.lserve.options import MIN_SELECTED
 from paged.kv_cache.made_for import made_for, read
 from pallas_kernels.prompt_attention import QUERY_TILE
 from pallas_kernels.quantized_attention import PageFormat, parse_format
 
+AUTO = "auto"  # page format of keys and values in kv_dtype
 Thresholds = tuple[float, ...]  # alpha_h and alpha_l
 
 
@@ -37,6 +38,14 @@ def read_thresholds(path: str, weights_hash: Callable[[], str]) -> Thresholds:
         return tuple(float(alpha) for alpha in both)
 
     return read(path, parse)
+
+
+class Level(NamedTuple):
+    """A precision: its name, its page format, and the alpha of its threshold."""
+
+    name: str
+    format: str
+    alpha: float
 
 
 @dataclass(frozen=True)
@@ -173,11 +182,39 @@ class Options(GatedOptions):
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
 
     def formats(self, page_size: int, head_dim: int, dtype: str) -> tuple[PageFormat, ...]:
-        """See `page_formats`."""
-        return page_formats(
-            self.levels, page_size, head_dim, dtype, groups=self.groups, key_group=self.key_group,
-            outliers=self.outliers, scored=self.rest is None,
-        )  # fmt: skip
+        """The page format of each precision. All pages have one size (DiffKV §5.1), and hold
+        `page_size` tokens of the highest precision or more of a lower one. dtype: dtype of
+        unquantised keys and values.
+
+        Raises ValueError for formats that cannot work with this head dim, or with each other.
+        """
+        floats = "float16" if dtype == "float32" else dtype
+        as_they_are = "K32V32" if dtype == "float32" else "K16V16"
+        names = [as_they_are if level.format == AUTO else level.format for level in self.levels]
+        key_groups = [0] * (len(names) - 1) + [self.key_group]
+        parsed = [
+            parse_format(name, head_dim, floats, self.groups, of_level)
+            for name, of_level in zip(names, key_groups)
+        ]
+        if self.outliers > head_dim // 2:
+            raise ValueError(
+                f"outliers ({self.outliers}) must be at most half of the head dim ({head_dim})"
+            )
+        scored = self.rest is None
+        words = PageFormat.holding(page_size, *parsed[0], scored, self.outliers).words
+        formats = tuple(
+            PageFormat(*both, words, of_level, scored, self.outliers)
+            for both, of_level in zip(parsed, key_groups)
+        )
+        for higher, lower in itertools.pairwise(zip(self.levels, formats)):
+            (above, of_above), (level, of_level) = higher, lower
+            if of_level.tokens < of_above.tokens:
+                raise ValueError(
+                    f"{level.name} ({level.format}) must take no more memory than {above.name} "
+                    f"({above.format}): a page of {of_above.tokens} tokens of that holds "
+                    f"{of_level.tokens} of the other"
+                )
+        return formats
 
     @property
     def reads(self) -> TopPages | None:

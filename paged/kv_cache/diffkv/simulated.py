@@ -10,21 +10,25 @@ from paged.kv_cache.diffkv.host import PAGES
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import Options
 from paged.kv_cache.diffkv.recording import Recording
-from paged.kv_cache.moves import Pairs
+from paged.kv_cache.moves import Moves, Pairs
 from paged.kv_cache.policy import CacheConfig, ShardedModel
-from paged.kv_cache.simulated_slots import SimulatedSlots
 
 
-class SimulatedPages(SimulatedSlots):
+class SimulatedPages:
     """Heads by class. All heads of a class keep the same numbers of tokens. The last class has the
-    streaming heads."""
+    streaming heads.
+
+    prompts, ends: [num_slots] computed prompt tokens of each slot, and all computed tokens.
+    """
 
     def __init__(self, config: CacheConfig, model: ShardedModel, recorded: str = ""):
         """recorded: path of a `Recording`, or "". Raises ValueError if the file lacks the
         thresholds."""
         self._layout, self._options = layout_of(config, model), config.policy_options
         layout, options = self._layout, self._options
-        super().__init__(layout.num_slots)
+        self._known = np.zeros((2, layout.num_slots), np.int64)
+        self.prompts, self.ends = self._known
+        self._swapped: dict[int, np.ndarray] = {}
         fixed = options.budget or layout.rest
         by_scores = not fixed and max(level.alpha for level in options.levels) > 0
         self._recording = None
@@ -40,6 +44,30 @@ class SimulatedPages(SimulatedSlots):
             of_class = self._recording.classes(layout.layers, layout.heads, streams)
         self._heads = np.append(of_class, num_streaming)  # [C] heads of each class
         self._kept = np.zeros((layout.num_slots, len(self._heads), layout.levels), np.int64)
+
+    def move(self, moves: Moves) -> None:
+        for slot, key in moves.slot_exports:
+            self._swapped[key] = self._known[:, slot].copy()
+        self._known[:, moves.released] = 0
+        for key, slot in moves.slot_imports:
+            self._known[:, slot] = self._swapped.pop(key)
+        for key in moves.dropped:
+            self._swapped.pop(key, None)
+        self._update([*moves.released, *(slot for _, slot in moves.slot_imports)])
+        self._copy(moves.slot_copies)
+
+    def move_after(self, moves: Moves) -> None:
+        self._copy(moves.after)
+
+    def _copy(self, pairs: Pairs) -> None:
+        for parent, child in pairs:
+            self._known[:, child] = self._known[:, parent]
+        self._update([child for _, child in pairs])
+
+    def compute(self, slots: np.ndarray, ends: np.ndarray, are_prompts: np.ndarray) -> None:
+        self.prompts[slots] = np.where(are_prompts, ends, self.prompts[slots])
+        self.ends[slots] = ends
+        self._update(slots)
 
     def report(self) -> dict[str, np.ndarray]:
         layout, heads, kept = self._layout, self._heads, self._kept
@@ -65,7 +93,8 @@ class SimulatedPages(SimulatedSlots):
         """[n, I] tokens, summed over all heads."""
         return np.einsum("c,sci->si", self._heads, kept)
 
-    def _changed(self, slots: np.ndarray) -> None:
+    def _update(self, slots: np.ndarray | list[int]) -> None:
+        """The token counts of `slots` have changed."""
         if len(slots):
             self._kept[slots] = self._kept_of(self.prompts[slots], self.ends[slots])
 

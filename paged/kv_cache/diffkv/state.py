@@ -1,15 +1,13 @@
 """Cache and step plans of DiffKV's device half: pytrees of arrays."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.compression import NOBODY, Found
+from paged.kv_cache.diffkv.compression import Found
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import Layout
 from paged.kv_cache.diffkv.page_manager import Pages
@@ -45,31 +43,6 @@ class DiffKVCache:
     extremes: jax.Array | None = None
     stage: Stage | None = None
     pinned: Stage | None = None
-
-    @classmethod
-    def empty(
-        cls, layout: Layout, alpha: Sequence[float], budget: float = 0.0, dtype=jnp.float32,
-        shard=0, stage_dtype=jnp.float32,
-    ) -> "DiffKVCache":  # fmt: skip
-        heads, levels = (layout.num_slots, layout.all_heads), layout.levels
-        width, found = layout.table_width, (*heads, 1 + levels)
-        streams = None
-        if layout.streaming:
-            streams = jnp.asarray(np.array(layout.streaming.by_shard))[shard][None]
-        return cls(
-            words=jnp.zeros((layout.num_pages, layout.formats[0].words), jnp.uint32),
-            pages=page_manager.init(layout.num_pages, *heads, width, levels, layout.single),
-            counts=jnp.zeros((*heads, levels), jnp.int32),
-            found=Found(jnp.zeros(found, jnp.int32), jnp.full(found, NOBODY, jnp.float32)),
-            alpha=jnp.array([alpha], jnp.float32),
-            budget=jnp.array([budget], jnp.float32),
-            streams=streams,
-            extremes=jnp.zeros((layout.num_pages, layout.extremes), dtype)
-            if layout.reads
-            else None,
-            stage=Stage.empty(layout, stage_dtype),
-            pinned=Stage.empty(layout, stage_dtype, (layout.pins,)),
-        )
 
     @property
     def by_page(self) -> dict[str, jax.Array]:
@@ -148,9 +121,8 @@ def plan_prompts(
         inputs.query_starts, inputs.num_prefill_tokens, query_heads, layout.heads,
         **keeps.rules.prompt_scores, implementation=implementation,
     )  # fmt: skip
-    return replace(cache, pages=pages), PromptPlan(
-        slots, lengths, allocated, schedule, chunks
-    )  # fmt: skip
+    plan = PromptPlan(slots, lengths, allocated, schedule, chunks)
+    return replace(cache, pages=pages), plan
 
 
 def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, implementation):
@@ -188,20 +160,3 @@ def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, imple
         at % sizes, tables, read, schedules,
     )  # fmt: skip
     return replace(cache, pages=pages, counts=counts), plan
-
-
-def report(layout: Layout, cache: DiffKVCache) -> dict[str, jax.Array]:
-    """The report to the host half:
-
-    free: [1] free pages.
-    held: [num_slots] pages of each slot.
-    needs: [num_slots, J] most pages that 1 … J more tokens take.
-    kept: [num_slots, I] tokens by precision, summed over all heads.
-    """
-    pages = cache.pages
-    streams = None if cache.streams is None else cache.streams[0]
-    needs = layout.needs(cache.counts, pages.held[..., 0], streams)
-    return {
-        "free": pages.free, "held": pages.held.sum((1, 2)),
-        "needs": needs.sum(1, dtype=jnp.int32), "kept": cache.counts.sum(1),
-    }  # fmt: skip

@@ -9,12 +9,12 @@ import numpy as np
 from models.config import ModelConfig
 from paged.kv_cache.dense import check_places
 from paged.kv_cache.lserve.device import LServePolicy
-from paged.kv_cache.lserve.host import LServeHost, sizes
+from paged.kv_cache.lserve.gates import dense_first
+from paged.kv_cache.lserve.host import LServeHost
 from paged.kv_cache.lserve.layout import (
     layout_of,
     minference_pages,
     minference_tile,
-    order_of,
     selector_numbers,
 )
 from paged.kv_cache.lserve.options import Options, check_options
@@ -62,7 +62,7 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
 
 def head_order(config: CacheConfig, model: ModelConfig) -> np.ndarray | None:
     streams = config.policy_options.streams(model)
-    return order_of(streams, config.tensor_parallel) if streams.any() else None
+    return dense_first(streams, config.tensor_parallel) if streams.any() else None
 
 
 def device(
@@ -82,6 +82,4 @@ def device(
     )
 
 
-LSERVE = Policy(
-    capabilities, LServeHost, device, check, Options, head_order, layout_of, sizes=sizes
-)
+LSERVE = Policy(capabilities, LServeHost, device, check, Options, head_order, layout_of)

@@ -11,13 +11,12 @@ the authors' code.
 
 A sliding window of the model is one more mask. In layers with a sliding window, streaming heads
 read their sink and local pages inside it. Dense heads read the whole sliding window, without page
-selection.
+selection and without MInference.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,61 +25,38 @@ from models.config import Attention
 from paged.kv_cache.block_device import BlockDevice
 from paged.kv_cache.lserve import page_selector
 from paged.kv_cache.lserve.layout import DENSE, Layout
+from paged.kv_cache.lserve.page_selector import Selections, snapshot
 from paged.kv_cache.lserve.plan import (
     NEVER,
     DecodePlan,
-    Kind,
+    LServeCache,
     LServePlan,
+    PrefillPlan,
     case_of,
     lengths_read,
     make_plan,
-    with_schedules,
 )
-from paged.kv_cache.lserve.prefill import prefill
-from paged.kv_cache.lserve.snapshot import Selections, snapshot
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import by_window
-from pallas_kernels.block_sparse_attention import first_in_list
+from pallas_kernels.block_sparse_attention import (
+    block_sparse_prefill_attention,
+    first_in_list,
+    hybrid_prefill_attention,
+    last_queries,
+    vertical_slash_blocks,
+)
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 from pallas_kernels.quantization import QuantizedPages
-
-
-@flax.struct.dataclass
-class LServeCache:
-    """k_pages, v_pages: [N, P, D], pages of dense heads, then of streaming heads; quantised if the
-        layout has a format.
-    page_base: [L, K] int32, the page of block 0 of each head.
-    num_dense: [L] int32 dense heads of each layer.
-    selected_at: [num_slots] int32 position of the last query that selected pages, or `NEVER`.
-    statistics: [N_dense, C * 2D] key extremes of the C logical pages of each page of dense heads;
-        None if no row can select.
-    selected: [num_slots, L, J, B - 1] int32 selected columns of the page tables, without the newest
-        page's, by KV head or query head; None if no row can select.
-    numbers: [L, J] int32 number of each selecting head in the whole model. It seeds random
-        selection, so that pages do not depend on the number of shards. None if keys select.
-    """
-
-    k_pages: Any
-    v_pages: Any
-    page_base: jax.Array
-    num_dense: jax.Array
-    selected_at: jax.Array
-    statistics: jax.Array | None = None
-    selected: jax.Array | None = None
-    numbers: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class LServePolicy(BlockDevice):
     """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
-    attention: the model's attention.
-    kv_dtype: dtype of the pages; None for the compute dtype.
-    implementation: implementation of the attention ops.
+    attention, kv_dtype, implementation: see `DensePolicy`.
     shared: groups of shards with the same KV head.
     select_together: groups of shards that select the same pages.
-    bases: [shards][L][K], the page of block 0 of each head.
     """
 
     layout: Layout
@@ -90,11 +66,6 @@ class LServePolicy(BlockDevice):
     implementation: str | None = None
     shared: SharedHeads = ALONE
     select_together: SharedHeads = ALONE
-    bases: tuple = field(init=False, repr=False)
-
-    def __post_init__(self):
-        nested = tuple(tuple(map(tuple, shard)) for shard in self.layout.bases().tolist())
-        object.__setattr__(self, "bases", nested)
 
     def init(self, dtype, shard) -> LServeCache:
         layout, D, dtype = self.layout, self.layout.attention.D, self.kv_dtype or dtype
@@ -106,7 +77,7 @@ class LServePolicy(BlockDevice):
         cache = LServeCache(
             k_pages=pages(),
             v_pages=pages(),
-            page_base=jnp.asarray(np.array(self.bases, np.int32))[shard],
+            page_base=jnp.asarray(layout.bases())[shard],
             num_dense=jnp.asarray(np.array(layout.num_dense, np.int32))[shard],
             selected_at=jnp.full(layout.num_slots, NEVER, jnp.int32),
         )
@@ -123,32 +94,11 @@ class LServePolicy(BlockDevice):
         )
 
     def begin_step(self, cache: LServeCache, inputs) -> tuple[LServeCache, LServePlan]:
-        heads, kinds = self.layout.attention, self.attention.kinds
-        G = heads.H // heads.K
-        plan = make_plan(self.layout, G, kinds, cache.selected_at, inputs, self._prefill)
-        if plan.decode is None:
-            return cache, plan
-        decode = with_schedules(
-            self.layout, plan.decode, self._heads, list(dict.fromkeys(self._kinds)), heads.D,
-            jax.tree.leaves(cache.k_pages)[0].dtype, self.implementation, self._selection,
-        )  # fmt: skip
-        return cache, replace(plan, decode=decode)
+        how = self._prefilling, self.implementation, self._selection
+        return cache, make_plan(self.layout, cache, inputs, *how)
 
     @property
-    def _heads(self) -> jax.Array:
-        """[J] KV head of each selecting head."""
-        J = self.layout.selectors
-        return jnp.arange(J) * self.layout.heads // J
-
-    @property
-    def _kinds(self) -> list[Kind]:
-        """The `Kind` of each layer."""
-        selects, first = self.layout.selects, self.layout.dense_layers
-        windows = enumerate(self.attention.windows)
-        return [(selects and layer >= first and not window, window) for layer, window in windows]
-
-    @property
-    def _prefill(self) -> str | None:
+    def _prefilling(self) -> str | None:
         """The implementation of prefill. Its kernels cannot read quantised pages, for which the
         default is "xla". Plans must be made for the same implementation."""
         quantised = self.layout.format is not None and self.implementation is None
@@ -176,19 +126,12 @@ class LServePolicy(BlockDevice):
         cache = replace(cache, k_pages=k_pages, v_pages=v_pages)
         if self.layout.selects:
             runs = plan.prefill.runs if Tp else None
-            statistics = page_selector.write_statistics(
-                self.layout, cache.statistics, k_TxKxD, slots, runs, Tp
-            )
-            cache = replace(cache, statistics=statistics)
+            cache = page_selector.write_statistics(self.layout, cache, k_TxKxD, slots, runs, Tp)
         outs = []
         if Tp:
 
             def prompts(window: int | None):
-                return prefill(
-                    self.layout, self.shared, self.attention, window, layer, q_TxHxD[:Tp],
-                    cache.k_pages, cache.v_pages, cache.page_base, cache.num_dense, plan.prefill,
-                    inputs, self._prefill,
-                )  # fmt: skip
+                return self._prefill(window, layer, q_TxHxD[:Tp], cache, plan.prefill, inputs)
 
             outs.append(by_window(self.attention, layer, prompts))
         if Tp < T:
@@ -202,27 +145,103 @@ class LServePolicy(BlockDevice):
             outs.append(out)
         return jnp.concatenate(outs).astype(compute_dtype), cache
 
+    def _prefill(self, window, layer, q_TxHxD, cache: LServeCache, plan: PrefillPlan, inputs):
+        """Attention [Tp, H, D] of the chunks of a step. All heads of a kind run in one call:
+        streaming heads read their window, dense heads all pages, or the pages that MInference
+        keeps. Each number of dense heads in a layer has its own branch."""
+        layout, implementation = self.layout, self._prefilling
+        k_pages, v_pages = cache.k_pages, cache.v_pages
+        K, Sp = layout.heads, inputs.num_prefill_rows
+        G = q_TxHxD.shape[1] // K
+        tables, lengths = inputs.tables[:Sp, : layout.max_pages], inputs.lengths[:Sp]
+        sparse, base = plan.sparse if window is None else None, cache.page_base[layer]
+        how: dict = {"scale": self.attention.scale, "soft_cap": self.attention.soft_cap}
+        if plan.hybrid is not None:
+            assert plan.lists is not None
+            return hybrid_prefill_attention(
+                q_TxHxD, k_pages, v_pages, tables, inputs.query_starts, lengths,
+                plan.blocks, plan.lists, cache.num_dense[layer], base,
+                dense_counts=tuple(layout.dense_counts), schedules=plan.hybrid,
+                implementation=implementation, **how,
+            )  # fmt: skip
+
+        def all_pages(dense: int, schedule):
+            return paged_prefill_attention(
+                q_TxHxD[:, : dense * G], k_pages, v_pages, _by_head(tables, dense),
+                inputs.query_starts, lengths, page_offset=base[:dense], sliding_window=window,
+                schedule=schedule, implementation=implementation, **how,
+            )  # fmt: skip
+
+        # The gather is outside of the branches, because a collective needs all shards, but shards
+        # with different numbers of dense heads take different branches.
+        telling = None
+        if sparse is not None and plan.segments is not None:
+            telling = self.shared.gather(last_queries(q_TxHxD, plan.segments))
+
+        def kept_pages(dense: int):
+            segments, tiles = plan.segments, plan.tiles
+            assert telling is not None and segments is not None
+            assert tiles is not None and plan.kept is not None
+            blocks = vertical_slash_blocks(
+                telling[:, :, : dense * G * self.shared.copies], k_pages, _by_head(tables, dense),
+                segments, tiles, sparse, layout.minference, page_offset=base[:dense], **how,
+            )  # fmt: skip
+            return block_sparse_prefill_attention(
+                q_TxHxD[:, : dense * G], k_pages, v_pages,
+                tables[tiles.rows[:, None, None], blocks], plan.kept, page_offset=base[:dense],
+                implementation=implementation, **how,
+            )  # fmt: skip
+
+        def dense_heads(dense: int, schedule):
+            if sparse is None:
+                return all_pages(dense, schedule)
+            return jax.lax.cond(
+                sparse.any(), lambda: kept_pages(dense), lambda: all_pages(dense, schedule)
+            )
+
+        first = None
+        if window is not None:
+            positions = inputs.positions[: len(q_TxHxD)]
+            first = first_in_list(positions, layout.page_size, layout.sink, layout.local, window)
+
+        def with_dense(dense: int):
+            outs, (of_dense, of_streaming) = [], plan.schedules[dense]
+            if dense:
+                outs.append(dense_heads(dense, of_dense[self.attention.kinds.index(window)]))
+            if dense < K:
+                assert plan.lists is not None and plan.blocks is not None
+                out = block_sparse_prefill_attention(
+                    q_TxHxD[:, dense * G :], k_pages, v_pages,
+                    _by_head(plan.blocks, K - dense), plan.lists, page_offset=base[dense:],
+                    first_T=first, schedule=of_streaming, implementation=implementation, **how,
+                )  # fmt: skip
+                outs.append(out)
+            return jnp.concatenate(outs, axis=1)
+
+        counts = layout.dense_counts
+        if len(counts) == 1:
+            return with_dense(counts[0])
+        which = jnp.searchsorted(jnp.array(counts), cache.num_dense[layer])
+        return jax.lax.switch(which, [lambda dense=dense: with_dense(dense) for dense in counts])
+
     def _decode(self, window, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
         """(attention [Sd, H, D], `cache.selected`). A row's heads become rows of one KV head."""
         layout, P, J = self.layout, self.layout.page_size, self.layout.selectors
         S, H, D = q_SxHxD.shape
         M = layout.max_pages
-        streams = self._heads >= cache.num_dense[layer]
+        streams = layout.selector_heads >= cache.num_dense[layer]
         selects = layer >= layout.dense_layers if window is None else jnp.bool_(False)
-        kinds = list(dict.fromkeys(self._kinds))
-        kind = jnp.array([kinds.index(of_layer) for of_layer in self._kinds])[layer]
-        case = case_of(layout, cache.num_dense[layer], kind)
+        case = case_of(layout, layer, cache.num_dense)
         attention, selection = jax.tree.map(lambda x: x[case], (plan.attention, plan.selection))
-        base = cache.page_base[layer][self._heads][:, None]
+        base = cache.page_base[layer][layout.selector_heads][:, None]
         pages = tables_SxM[:, None] + base  # [S, J, M]
         lengths = lengths_read(layout, plan, streams, selects)
         if layout.selects and window is None:
             deciding = self.select_together.gather(q_SxHxD).reshape(S * J, -1, D)
-            selected, chosen = page_selector.select(
-                layout, layer, deciding, cache.statistics, cache.numbers, cache.selected, plan,
-                pages, selects & ~streams, selection, self._selection,
+            cache, chosen = page_selector.select(
+                layout, layer, deciding, cache, plan, pages, selects & ~streams, selection,
+                self._selection,
             )  # fmt: skip
-            cache = replace(cache, selected=selected)
             sparse = (plan.sparse & selects)[:, None, None]
             newest = jnp.broadcast_to((plan.positions // P)[:, None, None], (S, J, 1))
             chosen = jnp.concatenate([chosen, newest], axis=2)
@@ -290,3 +309,8 @@ class LServePolicy(BlockDevice):
 
     def snapshot(self, cache: LServeCache) -> list[Selections]:
         return snapshot(self.layout, cache)
+
+
+def _by_head(tables, K: int):
+    """Page tables [S, K, M], the same for all K heads. tables: [S, M]."""
+    return jnp.broadcast_to(tables[:, None], (tables.shape[0], K, tables.shape[1]))

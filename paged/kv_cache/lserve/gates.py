@@ -132,11 +132,13 @@ def by_shard(of_heads: np.ndarray, num_shards: int) -> list[np.ndarray]:
     return [group for group in groups for _ in range(num_shards // len(groups))]
 
 
-def dense_first(streams: np.ndarray, num_groups: int) -> np.ndarray:
-    """[L, K], the head at each place. Each layer has `num_groups` runs of K / num_groups heads, one
-    for each shard, dense heads first. A layer's dense heads are spread evenly over the runs. The
-    remainders of successive layers go to the runs in turn."""
+def dense_first(streams: np.ndarray, num_shards: int) -> np.ndarray:
+    """[L, K], the head at each place. Each layer has a run of K / num_shards heads for each shard,
+    dense heads first. With more shards than heads, several share a run of one head. A layer's dense
+    heads are spread evenly over the runs. The remainders of successive layers go to the runs in
+    turn."""
     L, K = streams.shape
+    num_groups = min(num_shards, K)
     size, order, next_odd = K // num_groups, np.empty((L, K), int), 0
     for layer in range(L):
         dense, streaming = (np.flatnonzero(x).tolist() for x in (~streams[layer], streams[layer]))

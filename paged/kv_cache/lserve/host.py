@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged.blocks.block_pool import NULL_BLOCK
-from paged.kv_cache.dense.host import MOVED_TOKENS_PER_CALL, DenseHost
+from paged.kv_cache.dense.host import DenseHost, block_pool
 from paged.kv_cache.dense.prefix import Prefixes
-from paged.kv_cache.host import HostPolicy, Sizes
+from paged.kv_cache.host import HostPolicy
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
 from paged.kv_cache.lserve.streaming_heads import StreamingHost
 from paged.kv_cache.moves import Moves, Pool
@@ -36,33 +35,13 @@ def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
     """The pools of both kinds of heads. Where a recomputation would replay output token by token,
     sequences are swapped by default. So the host's memory has room for all slots at their
     longest."""
-    sizes = layout.num_blocks, layout.unit_bytes
     longest = layout.max_pages, layout.sink + layout.local + 1
+    each = zip((DENSE, STREAMING), layout.num_blocks, longest, layout.unit_bytes)
     return tuple(
-        Pool(
-            name=name,
-            num_units=num_blocks,
-            num_host_units=config.max_num_seqs * most + 1,
-            null_unit=NULL_BLOCK,
-            units_per_call=-(-MOVED_TOKENS_PER_CALL // config.page_size),
-            max_copies=config.max_num_seqs,
-            unit_bytes=unit_bytes,
-        )
-        for name, num_blocks, unit_bytes, most in zip((DENSE, STREAMING), *sizes, longest)
+        block_pool(config, name, num_blocks, config.max_num_seqs * most + 1, unit_bytes)
+        for name, num_blocks, most, unit_bytes in each
         if num_blocks
     )
-
-
-def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    layout = layout_of(config, model)
-
-    def fits(num_tokens: int, num_sequences: int) -> bool:
-        pages, (dense, streaming) = -(-num_tokens // config.page_size), layout.num_blocks
-        windows = streaming - 1 - layout.chunks - layout.quota
-        streams = num_sequences * min(pages, layout.window) <= windows or not layout.streams
-        return num_sequences * pages < dense and streams
-
-    return Sizes(pools_of(config, layout), layout.table_width, fits)
 
 
 class LServeHost(HostPolicy):
@@ -77,7 +56,7 @@ class LServeHost(HostPolicy):
         self.pools = pools_of(config, self.layout)
         self.streaming = None
         if self.layout.streams:
-            self.streaming = StreamingHost(self.pools[1], self.layout, config.prefix_caching)
+            self.streaming = StreamingHost(self.pools[1], self.layout)
         self.dense = DenseHost(self.pools[0], config, self._can_resume)
         self.parts = [part for part in (self.dense, self.streaming) if part is not None]
         self._can = config.capabilities
@@ -104,7 +83,7 @@ class LServeHost(HostPolicy):
 
     def _can_resume(self, end: bytes) -> bool:
         """See `Prefixes`. Only streaming heads need a checkpoint."""
-        return self.streaming is None or self.streaming.can_resume(end)
+        return self.streaming is None or self.streaming.checkpoints.has(end)
 
     def _resume(
         self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
@@ -118,7 +97,7 @@ class LServeHost(HostPolicy):
             links = prefixes.links(sequence)
             ends = {found.num_cached, len(links)}
             full = [end for end in sorted(ends) if end > len(found.blocks)]
-            streaming.begin(slot, [(end, links[end - 1][0]) for end in full])
+            streaming.checkpoints.begin(slot, [(end, links[end - 1][0]) for end in full])
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
         """Other sequences may share prefilled tokens, and tokens decoded without page selection,
@@ -131,7 +110,8 @@ class LServeHost(HostPolicy):
             num_tokens = np.where(prompts < self._can.unshared_from, num_tokens, 0)
         self.dense.confirm(slots, num_tokens, tokens)
         if self.streaming:
-            self.streaming.confirm(slots)
+            for slot in slots.tolist():
+                self.streaming.checkpoints.confirm(slot)
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
         end = self.dense.pin(slot, tokens, root)

@@ -7,8 +7,9 @@ layer and head, then the streaming pool. page = base of (layer, head) + block.
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,6 +21,7 @@ from pallas_kernels.quantization import KVFormat
 from pallas_kernels.specs import Cost
 
 DENSE, STREAMING = "dense", "streaming"
+Kind = tuple[bool, int | None]  # whether a layer's dense heads may select pages, and its window
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Layout:
     minference_from: int = 0
     minference_tile: int = 0
     quota: int = 0
+    swap_copies: ClassVar[int] = 0  # units are gathered first
 
     @property
     def selects(self) -> bool:
@@ -89,6 +92,17 @@ class Layout:
     def dense_counts(self) -> list[int]:
         """The distinct numbers of dense heads in a layer, ascending."""
         return sorted({count for layers in self.num_dense for count in layers})
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The `Kind` of each layer."""
+        first, windows = self.dense_layers, enumerate(self.windows)
+        return [(self.selects and i >= first and not window, window) for i, window in windows]
+
+    @property
+    def selector_heads(self) -> jax.Array:
+        """[J] KV head of each selecting head."""
+        return jnp.arange(self.selectors) * self.heads // self.selectors
 
     @property
     def streams(self) -> bool:
@@ -137,18 +151,10 @@ class Layout:
         return P * self.token_bytes + statistics, P * self.token_bytes
 
     @property
-    def swap_copies(self) -> int:
-        """0, because units are gathered first: see `paged.kv_cache.work.Layout`."""
-        return 0
-
-    @property
     def unit_bytes(self) -> tuple[int, int]:
         """Bytes of a block of each pool, on all shards."""
-        shards = len(self.num_dense)
-        dense, streaming = (
-            shards * heads * page for heads, page in zip(self.max_heads, self.page_bytes)
-        )
-        return dense, streaming
+        shards, (dense, streaming) = len(self.num_dense), self.max_heads
+        return shards * dense * self.page_bytes[0], shards * streaming * self.page_bytes[1]
 
     def stored(self, report, slots: np.ndarray, tokens: np.ndarray) -> Stored:
         """See `paged.kv_cache.work.Layout`. Dense heads hold all tokens, streaming heads a window
@@ -242,40 +248,21 @@ def _streamed_up_to(
     return np.concatenate([[0], np.cumsum(near + 1 + sinks)])
 
 
-def order_of(streams: np.ndarray, num_shards: int) -> np.ndarray:
-    """[L, K] heads in shard order. With more shards than heads, several share a head."""
-    return dense_first(streams, min(num_shards, streams.shape[1]))
-
-
-def selectors(options: Options, model: ShardedModel) -> int:
-    """J, heads of a shard with a page selection of their own."""
-    shard = model.shard
-    return shard.num_kv_heads if options.select_per == "kv_head" else shard.num_heads
-
-
 def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
     """[shards, L, J] int32 number in the whole model of each selecting head of a shard: KV heads,
     or query heads if these select."""
-    order = order_of(options.streams(model.whole), model.num_shards)
+    order = dense_first(options.streams(model.whole), model.num_shards)
     if options.select_per == "query_head":
         G = model.whole.num_heads // model.whole.num_kv_heads
         order = (order[..., None] * G + np.arange(G)).reshape(len(order), -1)
     return np.stack(by_shard(order, model.num_shards)).astype(np.int32)
 
 
-def state_bytes(layout: Layout, options: Options) -> int:
-    """Bytes of a shard's arrays without pages."""
-    L, selectors = len(layout.windows), layout.selectors * layout.selects
-    selections = L * selectors * (layout.selected - 1)
-    numbers = L * selectors * (options.selection == "random")
-    return 4 * (L * layout.heads + L + numbers + layout.num_slots * (selections + 1))
-
-
 def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     options: Options = config.policy_options
-    P, shards = config.page_size, model.num_shards
+    P, shard, shards = config.page_size, model.shard, model.num_shards
     streams = options.streams(model.whole)
-    streams = np.take_along_axis(streams, order_of(streams, shards), axis=1)
+    streams = np.take_along_axis(streams, dense_first(streams, shards), axis=1)
     num_dense = [tuple(dense.sum(1).tolist()) for dense in by_shard(~streams, shards)]
 
     # Clip counts to the longest sequence: tables need no more, and counts fit an int32.
@@ -291,20 +278,20 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     read_whole = -(-max(options.budget, options.sparse_from) // P)
     quantised = options.kv_bits != UNQUANTISED
     # Layers with a sliding window read the whole window, without page selection.
-    windows = model.shard.attention.within(config.max_model_len).windows
+    windows = shard.attention.within(config.max_model_len).windows
     sparse = None in windows
     layout = Layout(
-        page_size=P, num_slots=config.max_num_seqs, heads=model.shard.num_kv_heads,
+        page_size=P, num_slots=config.max_num_seqs, heads=shard.num_kv_heads,
         num_dense=tuple(num_dense), max_pages=max_pages, sink=sink, local=local, selected=selected,
         all_below=min(max_pages, max(selected, read_whole)) if sparse else max_pages,
         reuse=options.reuse, logical=options.logical_page, window=window,
         chunks=min(tokens // P + rows, rows * (max_pages - window)),
         ring=max(1, min(max_pages - sink, local + 1 + (longest + P - 2) // P)),
-        format=KVFormat(options.kv_bits, model.shard.head_dim) if quantised else None,
+        format=KVFormat(options.kv_bits, shard.head_dim) if quantised else None,
         num_blocks=(0, 0),
-        attention=Heads.of(model.shard, model.dtype),
+        attention=Heads.of(shard, model.dtype),
         kv_itemsize=jnp.dtype(model.kv_dtype(config.kv_dtype)).itemsize,
-        selectors=selectors(options, model),
+        selectors=shard.num_kv_heads if options.select_per == "kv_head" else shard.num_heads,
         windows=windows,
         dense_layers=options.dense_layers,
         minference=minference_pages(config) if sparse else 0,
@@ -348,7 +335,12 @@ def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[i
     without which no sequence can run. The dense pool takes all other memory."""
     dense, streaming = (size // model.num_shards for size in layout.unit_bytes)
     room = config.kv_cache_tokens * model.kv_token_bytes(config.kv_dtype) // model.num_shards
-    room = max(0, room - state_bytes(layout, config.policy_options))
+    L, selectors = len(layout.windows), layout.selectors * layout.selects
+    selections = L * selectors * (layout.selected - 1)
+    numbers = L * selectors * (config.policy_options.selection == "random")
+    # `LServeCache` without pages: 4 bytes an entry.
+    state = 4 * (L * layout.heads + L + numbers + layout.num_slots * (selections + 1))
+    room = max(0, room - state)
     if not streaming:
         return room // dense + 1, 0
     useful = (layout.num_slots + _checkpoints(config)) * layout.window + layout.chunks

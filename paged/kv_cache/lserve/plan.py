@@ -1,7 +1,8 @@
-"""Step plans of LServe's device half, made once for all layers: tables, and rows that select."""
+"""Cache and step plans of LServe's device half. A plan has the tables and selecting rows of all
+layers."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -25,6 +26,31 @@ from pallas_kernels.page_selection import KeyRuns, key_runs, plan_selection
 from pallas_kernels.paged_attention import plan_decode, plan_prefill
 
 NEVER = -1  # the owner of the slot has not selected yet
+
+
+@flax.struct.dataclass
+class LServeCache:
+    """k_pages, v_pages: [N, P, D], pages of dense heads, then of streaming heads; quantised if the
+        layout has a format.
+    page_base: [L, K] int32, the page of block 0 of each head.
+    num_dense: [L] int32 dense heads of each layer.
+    selected_at: [num_slots] int32 position of the last query that selected pages, or `NEVER`.
+    statistics: [N_dense, C * 2D] key extremes of the C logical pages of each page of dense heads;
+        None if no row can select.
+    selected: [num_slots, L, J, B - 1] int32 selected columns of the page tables, without the newest
+        page's, by KV head or query head; None if no row can select.
+    numbers: [L, J] int32 number of each selecting head in the whole model. It seeds random
+        selection, so that pages do not depend on the number of shards. None if keys select.
+    """
+
+    k_pages: Any
+    v_pages: Any
+    page_base: jax.Array
+    num_dense: jax.Array
+    selected_at: jax.Array
+    statistics: jax.Array | None = None
+    selected: jax.Array | None = None
+    numbers: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -64,7 +90,7 @@ class DecodePlan:
     fresh: [Sd] whether the row selects pages in this step.
     blocks: [Sd, W] blocks of the streaming heads' window.
     lengths_in_window: [Sd] tokens of the window.
-    attention, selection: kernel schedules for each case of `with_schedules`, or None.
+    attention, selection: kernel schedules, with an axis of the cases of `_schedules`, or None.
     """
 
     slots: jax.Array
@@ -94,13 +120,11 @@ class LServePlan:
 
 
 def make_plan(
-    layout: Layout, group: int, windows: tuple[int | None, ...], selected_at, inputs, implementation
-) -> LServePlan:
-    """group: query heads of a KV head.
-    windows: the distinct windows of layers.
-    selected_at: [num_slots] int32, see `LServeCache`.
-    implementation: implementation of the attention ops.
-    """
+    layout: Layout, cache: LServeCache, inputs, prefilling: str | None, decoding: str | None,
+    selecting: str | None,
+) -> LServePlan:  # fmt: skip
+    """prefilling, decoding, selecting: implementations of the attention of chunks, of the attention
+    of single tokens, and of page selection."""
     P, Tp = layout.page_size, inputs.num_prefill_tokens
     T, S = len(inputs.tokens), len(inputs.lengths)
     written = inputs.token_rows < S
@@ -112,17 +136,14 @@ def make_plan(
         blocks = inputs.tables[row, layout.max_pages + layout.column(page)]
         streaming_slots = blocks * P + offset
     if Tp:
-        prefill = _plan_prefill(
-            layout, group, windows, inputs, dense_slots[:Tp], written[:Tp], implementation
-        )
+        prefill = _plan_prefill(layout, inputs, dense_slots[:Tp], written[:Tp], prefilling)
     if Tp < T:
-        decode = _plan_decode(layout, selected_at, inputs, written[Tp:])
+        decode = _plan_decode(layout, cache, inputs, written[Tp:], decoding, selecting)
     return LServePlan(dense_slots, streaming_slots, written, prefill, decode)
 
 
-def _plan_prefill(
-    layout: Layout, G: int, windows, inputs, dense_slots, written, implementation
-) -> PrefillPlan:
+def _plan_prefill(layout: Layout, inputs, dense_slots, written, implementation) -> PrefillPlan:
+    G, windows = layout.attention.H // layout.heads, tuple(dict.fromkeys(layout.windows))
     Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
     starts, lengths = inputs.query_starts, inputs.lengths[:Sp]
     lists = blocks = runs = None
@@ -173,7 +194,9 @@ def _plan_prefill(
     )
 
 
-def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
+def _plan_decode(
+    layout: Layout, cache: LServeCache, inputs, computes, implementation, selecting
+) -> DecodePlan:
     """computes: [Sd] bool, whether the row computes. `inputs.lengths` is also set for forks and
     padding."""
     P, Tp, Sp = layout.page_size, inputs.num_prefill_tokens, inputs.num_prefill_rows
@@ -183,7 +206,7 @@ def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
     # prefilled prompts have no tokens here: their tiles have more than one token.
     generated = positions >= tables[:, -1]
     sparse = computes & generated & (positions // P >= layout.all_below)
-    before = selected_at.at[slots].get(mode="fill", fill_value=NEVER)
+    before = cache.selected_at.at[slots].get(mode="fill", fill_value=NEVER)
     reused = before // layout.reuse == positions // layout.reuse
     blocks = in_window = None
     if layout.streams:
@@ -191,15 +214,11 @@ def _plan_decode(layout: Layout, selected_at, inputs, computes) -> DecodePlan:
         columns = layout.max_pages + layout.column(pages)
         blocks = jnp.take_along_axis(tables, columns, axis=1)
         in_window = jnp.where(computes, (counts - 1) * P + positions % P + 1, 0)
-    return DecodePlan(
-        slots=slots,
-        positions=positions,
-        lengths=jnp.where(computes, positions + 1, 0),
-        sparse=sparse,
-        fresh=sparse & ~reused,
-        blocks=blocks,
-        lengths_in_window=in_window,
-    )
+    lengths, fresh = jnp.where(computes, positions + 1, 0), sparse & ~reused
+    plan = DecodePlan(slots, positions, lengths, sparse, fresh, blocks, in_window)
+    dtype = jax.tree.leaves(cache.k_pages)[0].dtype
+    attention, selection = _schedules(layout, plan, dtype, implementation, selecting)
+    return replace(plan, attention=attention, selection=selection)
 
 
 def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
@@ -215,26 +234,20 @@ def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
     return jnp.broadcast_to(lengths, (len(plan.lengths), len(streams)))
 
 
-Kind = tuple[bool, int | None]  # whether a layer's dense heads may select pages, and its window
-
-
-def case_of(layout: Layout, num_dense, kind):
-    """The index, in `with_schedules`, of a layer with `num_dense` dense heads and kind `kind`."""
-    counts = jnp.array(layout.dense_counts)
+def case_of(layout: Layout, layer, num_dense_L):
+    """The index of the traced `layer` in the cases of `_schedules`."""
+    kinds = list(dict.fromkeys(layout.kinds))
+    kind = jnp.array([kinds.index(of_layer) for of_layer in layout.kinds])[layer]
+    num_dense, counts = num_dense_L[layer], jnp.array(layout.dense_counts)
     return jnp.searchsorted(counts, num_dense) + kind * len(counts)
 
 
-def with_schedules(
-    layout: Layout, plan: DecodePlan, heads, kinds: Sequence[Kind], head_dim: int, dtype,
-    implementation: str | None, selection: str | None,
-) -> DecodePlan:  # fmt: skip
-    """The plan with kernel schedules for all cases of layers. A case is a kind of layer and a
-    number of dense heads.
-
-    heads: [J] int32 KV head of each selecting head.
-    head_dim, dtype: head dim and dtype of the pages.
-    implementation, selection: implementations of attention and of page selection.
-    """
+def _schedules(
+    layout: Layout, plan: DecodePlan, dtype, implementation: str | None, selecting: str | None
+) -> tuple[DecodeSchedule | None, DecodeSchedule | None]:
+    """Kernel schedules of attention over pages in `dtype` and of page selection, for all cases of
+    layers. A case is a kind of layer and a number of dense heads."""
+    heads, kinds = layout.selector_heads, list(dict.fromkeys(layout.kinds))
     cases = [
         (count, selects, window or EVERYTHING)
         for selects, window in kinds
@@ -247,7 +260,7 @@ def with_schedules(
         streams = heads >= count
         lengths = lengths_read(layout, plan, streams, selects).reshape(-1, 1)
         attention = plan_decode(
-            lengths, head_dim, dtype, sliding_window=window if windowed else None,
+            lengths, layout.attention.D, dtype, sliding_window=window if windowed else None,
             format=layout.format, page_size=layout.page_size, implementation=implementation,
         )  # fmt: skip
         if not layout.selects:
@@ -255,8 +268,7 @@ def with_schedules(
         fresh = plan.fresh[:, None] & ~streams & selects
         return attention, plan_selection(
             jnp.broadcast_to(num_pages[:, None], fresh.shape).reshape(-1), fresh.reshape(-1),
-            layout.page_size // layout.logical, implementation=selection,
+            layout.page_size // layout.logical, implementation=selecting,
         )  # fmt: skip
 
-    attention, of_pages = jax.vmap(of_case)(*(jnp.array(values) for values in zip(*cases)))
-    return replace(plan, attention=attention, selection=of_pages)
+    return jax.vmap(of_case)(*(jnp.array(values) for values in zip(*cases)))

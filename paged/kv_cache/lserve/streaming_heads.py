@@ -28,47 +28,41 @@ class SwappedWindow:
     """A sequence in the host's memory.
 
     blocks: blocks of the host's memory, in the order of the sequence's pages.
-    first, end, computed, promised: the slot's entries in `first`, `end`, `computed_tokens` and
-        `promised` of `StreamingHost`.
+    known: the slot's four numbers, as in `StreamingHost`.
     """
 
     blocks: np.ndarray
-    first: int
-    end: int
-    computed: int
-    promised: int
+    known: np.ndarray
 
 
 class StreamingHost(BlockHost):
-    """Arrays have one entry for each slot.
+    """A block table and four numbers of each slot.
 
     blocks: [num_slots, sink + ring] int32 block tables.
     first: first page of the window, at least sink.
     end: the page after the last page.
     computed_tokens: tokens written after all dispatched steps.
     promised: blocks reserved for the sequence: the most that it holds between steps.
-    checkpoints: checkpoints for later prompts; None without a prefix cache.
+    checkpoints: checkpoints for later prompts; none are made without a prefix cache.
     """
 
-    def __init__(self, pool: Pool, layout: Layout, prefix_caching: bool = False):
-        self.checkpoints = Checkpoints(pool.num_units) if prefix_caching else None
+    def __init__(self, pool: Pool, layout: Layout):
+        self.checkpoints = Checkpoints(pool.num_units)
         super().__init__(pool, self.checkpoints)
+        self.pins = self.checkpoints.pins
         self._layout = layout
         num_slots = layout.num_slots
         self.blocks = np.full((num_slots, layout.sink + layout.ring), NULL_BLOCK, np.int32)
-        self.first = np.full(num_slots, layout.sink)
-        self.end, self.computed_tokens, self.promised = np.zeros((3, num_slots), np.int64)
+        self._known = np.zeros((4, num_slots), np.int64)
+        self.first, self.end, self.computed_tokens, self.promised = self._known
+        self.first[:] = layout.sink
 
     def slot_tables(self) -> np.ndarray:
         return self.blocks
 
     @property
-    def pins(self) -> np.ndarray | int:
-        return self.checkpoints.pins if self.checkpoints else 0
-
-    @property
     def cached_blocks(self) -> np.ndarray:
-        return self.checkpoints.cached_blocks if self.checkpoints else super().cached_blocks
+        return self.checkpoints.cached_blocks
 
     def _needs(self, num_tokens: int) -> int:
         return min(-(-num_tokens // self._layout.page_size), self._layout.window)
@@ -76,8 +70,8 @@ class StreamingHost(BlockHost):
     @property
     def _usable(self) -> int:
         """Blocks for windows. Pinned blocks beyond the quota reduce them."""
-        pinned = self.checkpoints.num_pinned if self.checkpoints else 0
-        return self.pool.capacity - self._layout.chunks - max(self._layout.quota, pinned)
+        aside = max(self._layout.quota, self.checkpoints.num_pinned)
+        return self.pool.capacity - self._layout.chunks - aside
 
     def _has_room(self, blocks: int) -> bool:
         return int(self.promised.sum()) + blocks <= self._usable
@@ -98,8 +92,8 @@ class StreamingHost(BlockHost):
         return self._has_room(0)
 
     def fork(self, parent: int, child: int) -> None:
-        self.promised[child] = self.promised[parent]
         self._share(parent, child)
+        self.promised[child] = self.promised[parent]
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
         assert self.computed_tokens[parent] == num_tokens, "only what is computed can be shared"
@@ -122,46 +116,34 @@ class StreamingHost(BlockHost):
         pages = self._pages(int(self.first[slot]), int(self.end[slot]))
         return self.blocks[slot, self._layout.column(pages)]
 
+    def _first(self, num_tokens):
+        """First page of the window that the query after `num_tokens` tokens reads."""
+        layout = self._layout
+        return np.maximum(num_tokens // layout.page_size - layout.local, layout.sink)
+
     def _window(self, num_tokens: int) -> np.ndarray:
         """Logical pages that the query after `num_tokens` tokens reads, without empty pages."""
-        layout, P = self._layout, self._layout.page_size
-        return self._pages(max(num_tokens // P - layout.local, layout.sink), -(-num_tokens // P))
-
-    def can_resume(self, key: bytes) -> bool:
-        """Whether the prefix with this `end_key` has a checkpoint."""
-        return self.checkpoints is not None and self.checkpoints.has(key)
-
-    def begin(self, slot: int, ends: list[tuple[int, bytes]]) -> None:
-        """See `Checkpoints`."""
-        if self.checkpoints:
-            self.checkpoints.begin(slot, ends)
-
-    def confirm(self, slots: np.ndarray) -> None:
-        """The prompts of `slots` are computed."""
-        if self.checkpoints and self.checkpoints.ends:
-            for slot in slots.tolist():
-                self.checkpoints.confirm(slot)
+        return self._pages(self._first(num_tokens), -(-num_tokens // self._layout.page_size))
 
     def adopt(self, slot: int, num_tokens: int, key: bytes) -> None:
         """The empty `slot` shares the checkpoint of a prefix of `num_tokens`."""
-        assert self.checkpoints is not None and self.end[slot] == 0, f"slot {slot} is not empty"
+        assert self.end[slot] == 0, f"slot {slot} is not empty"
         blocks, pages = self.checkpoints.use(key), self._window(num_tokens)
         self.pool.share(blocks)
         self.blocks[slot, self._layout.column(pages)] = blocks
-        P, layout = self._layout.page_size, self._layout
-        self.first[slot] = max(num_tokens // P - layout.local, layout.sink)
-        self.end[slot], self.computed_tokens[slot] = -(-num_tokens // P), num_tokens
+        self.first[slot] = self._first(num_tokens)
+        self.end[slot] = -(-num_tokens // self._layout.page_size)
+        self.computed_tokens[slot] = num_tokens
 
     def pin(self, slot: int, num_tokens: int, key: bytes) -> None:
         """Keep the window after the `num_tokens` computed tokens of `slot` for good."""
-        assert self.checkpoints is not None, "pinned without a prefix cache"
         blocks = self.blocks[slot, self._layout.column(self._window(num_tokens))]
         if self.checkpoints.pin(key, blocks):
             self.pool.share(blocks)
 
-    def _leave_checkpoints(self, checkpoints: Checkpoints) -> None:
+    def _leave_checkpoints(self) -> None:
         """Make checkpoints at the ends that this step reaches, before `_trim` frees windows."""
-        P = self._layout.page_size
+        P, checkpoints = self._layout.page_size, self.checkpoints
         for slot in list(checkpoints.ends):
             for pages, key in checkpoints.due(slot, int(self.computed_tokens[slot]) // P):
                 window = self._layout.column(self._window(pages * P))
@@ -170,10 +152,9 @@ class StreamingHost(BlockHost):
     def _trim(self) -> None:
         """Free blocks that no later query reads. A step in flight may still read them, but it runs
         before their next owner writes."""
-        layout = self._layout
-        first = np.maximum(self.computed_tokens // layout.page_size - layout.local, layout.sink)
+        first = self._first(self.computed_tokens)
         for slot in np.flatnonzero(first > self.first).tolist():
-            columns = layout.column(np.arange(self.first[slot], first[slot]))
+            columns = self._layout.column(np.arange(self.first[slot], first[slot]))
             self.pool.release(self.blocks[slot, columns])
             self.blocks[slot, columns] = NULL_BLOCK
             self.first[slot] = first[slot]
@@ -194,8 +175,7 @@ class StreamingHost(BlockHost):
             columns = self._layout.column(np.arange(self.end[slots[i]], last[i]))
             self.blocks[slots[i], columns] = self.pool.allocate(len(columns))
         self.end[slots], self.computed_tokens[slots] = np.maximum(self.end[slots], last), ends
-        if self.checkpoints and self.checkpoints.ends:
-            self._leave_checkpoints(self.checkpoints)
+        self._leave_checkpoints()
 
     def _unshare(self, slot: int, column: int) -> None:
         """Copy-on-write. The last owner of a block writes without a copy."""
@@ -203,14 +183,13 @@ class StreamingHost(BlockHost):
         if self.pool.refcounts[source[0]] > 1:
             self.blocks[slot, column] = self.pool.allocate(1)[0]
             self.pool.release(source)
-            self.moves.copy(self._name, [(int(source[0]), int(self.blocks[slot, column]))])
+            self.moves.copies[self._name] += [(int(source[0]), int(self.blocks[slot, column]))]
 
     def free(self, slot: int) -> None:
-        if self.checkpoints:
-            self.checkpoints.leave(slot)
+        self.checkpoints.leave(slot)
         self.pool.release(self.blocks_of(slot))
-        self.blocks[slot], self.first[slot] = NULL_BLOCK, self._layout.sink
-        self.end[slot] = self.computed_tokens[slot] = self.promised[slot] = 0
+        self.blocks[slot], self._known[:, slot] = NULL_BLOCK, 0
+        self.first[slot] = self._layout.sink
 
     def can_swap_out(self, slots: list[int]) -> bool:
         self._trim()
@@ -223,32 +202,31 @@ class StreamingHost(BlockHost):
         tables = [self.blocks_of(slot) for slot in slots]
         blocks = np.unique(np.concatenate(tables))
         taken = self.host_pool.allocate(len(blocks))
-        self.moves.export(self._name, zip(blocks.tolist(), taken.tolist()))
+        self.moves.exports[self._name] += zip(blocks.tolist(), taken.tolist())
         swapped = []
         for slot, table in zip(slots, tables):
             on_host = taken[np.searchsorted(blocks, table)]
             self.host_pool.share(on_host)
-            state = (self.first, self.end, self.computed_tokens, self.promised)
-            swapped.append(SwappedWindow(on_host, *(int(array[slot]) for array in state)))
+            swapped.append(SwappedWindow(on_host, self._known[:, slot].copy()))
             self.free(slot)
         self.host_pool.release(taken)
         return swapped
 
     def can_swap_in(self, swapped: list[SwappedWindow], keep_watermark: bool) -> bool:
-        return self._has_room(sum(window.promised for window in swapped))
+        return self._has_room(sum(int(window.known[-1]) for window in swapped))
 
     def swap_in(self, swapped: list[SwappedWindow], sequences: list[Sequence]) -> None:
         on_host = np.unique(np.concatenate([window.blocks for window in swapped]))
         taken = self.pool.allocate(len(on_host))
-        self.moves.bring(self._name, zip(on_host.tolist(), taken.tolist()))
+        self.moves.imports[self._name] += zip(on_host.tolist(), taken.tolist())
         for sequence, window in zip(sequences, swapped, strict=True):
             slot = sequence.slot
             assert self.end[slot] == 0, f"slot {slot} is not empty"
-            self.first[slot], self.end[slot] = window.first, window.end
-            self.computed_tokens[slot], self.promised[slot] = window.computed, window.promised
+            self._known[:, slot] = window.known
             blocks = taken[np.searchsorted(on_host, window.blocks)]
             self.pool.share(blocks)
-            self.blocks[slot, self._layout.column(self._pages(window.first, window.end))] = blocks
+            pages = self._pages(self.first[slot], self.end[slot])
+            self.blocks[slot, self._layout.column(pages)] = blocks
         self.pool.release(taken)
         self.drop_swapped(swapped)
 
@@ -262,7 +240,7 @@ class StreamingHost(BlockHost):
         in_window = np.maximum(self.end - self.first, 0)
         places = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
         used = P * self.pool.num_used
-        pinned = P * self.checkpoints.num_references if self.checkpoints else 0
+        pinned = P * self.checkpoints.num_references
         sinks = np.minimum(self.computed_tokens, layout.sink * P)
         tokens = int((sinks + np.maximum(self.computed_tokens - self.first * P, 0)).sum()) + pinned
         return Usage(
@@ -273,7 +251,6 @@ class StreamingHost(BlockHost):
 
     def check(self) -> None:
         super().check()
-        if self.checkpoints:
-            self.checkpoints.check()
+        self.checkpoints.check()
         for slot in np.flatnonzero(self.end).tolist():
             assert (self.blocks_of(slot) != NULL_BLOCK).all(), "a page of a window has no block"

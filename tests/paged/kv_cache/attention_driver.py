@@ -1,8 +1,10 @@
 """Drives both halves of a KV policy over given queries, keys and values, without a model."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -54,6 +56,36 @@ class Driver(HostDriver):
         self.cache, out = self._run(self.cache, replace(inputs, packed=None), q, k, v)
         out = _ordered(np.asarray(out), np.argsort(self.heads, axis=1), K)
         return {slot: out[:, places[slot]] for slot, _ in chunks}
+
+    def run(
+        self, steps: Sequence[Chunks], Tp: int, Sd: int, after: Callable[[], None] = lambda: None
+    ) -> list[np.ndarray]:
+        """The attention [L, n, H, D] of each sequence in all steps. after: what follows a step."""
+        outs: list[list[np.ndarray]] = [[] for _ in self._qkv]
+        for chunks in steps:
+            for slot, out in self.step(chunks, Tp, Sd).items():
+                outs[slot].append(out)
+            after()
+        return [np.concatenate(each, axis=1) for each in outs]
+
+    def observe(self) -> None:
+        """The host half takes in what its only device reports."""
+        report = jax.tree.map(lambda x: np.asarray(x)[None], self.device.report(self.cache))
+        self.host.observe(self.number, report)
+        self.host.check()
+
+
+def random_qkv(model: ModelConfig, lengths: Sequence[int], scales=(1, 1, 1), seed=3) -> list:
+    """q [L, n, H, D], k and v [L, n, K, D] of sequences of `lengths` n, from normal distributions.
+    Large scales make attention sharp, or all tokens would matter alike."""
+    rng, heads = np.random.default_rng(seed), (model.num_heads, *[model.num_kv_heads] * 2)
+    return [
+        [
+            scale * rng.normal(size=(model.num_layers, n, h, model.head_dim))
+            for h, scale in zip(heads, scales)
+        ]
+        for n in lengths
+    ]
 
 
 def _ordered(x_LxTxHxD: np.ndarray, heads_LxK: np.ndarray, K: int) -> np.ndarray:

@@ -20,15 +20,17 @@ import pytest
 
 from models import llama
 from models.full_attention import causal_attend
+from models.sampling import SamplingState
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
-from paged.device.step import StepProgram
+from paged.device.step import StepProgram, step
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, diffkv, lserve, policy_of
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.policy import Capabilities, Policy
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
+from paged.step_inputs import empty_step_inputs
 from paged.tensor_parallel import Shards
 from tests.notebooks.stored import written_policy
 from tests.paged.kv_cache.lserve_oracle import masked_attend
@@ -320,6 +322,22 @@ def _full_logits(oracle: Callable[[Any], Any]):
         return llama.logits(params, TINY, hidden)
 
     return jax.jit(run)
+
+
+def compiled_step(params, device, table_width: int, Tp: int, Sd: int, multi_step: int) -> tuple:
+    """(cache, program, bytes of temporaries) of a step of four slots, over `device`'s cache, all of
+    which is aliased from input to output."""
+    cache = jax.eval_shape(lambda: device.init(np.float32, jnp.int32(0)))
+    state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
+    inputs = empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=table_width)
+    inputs = dataclasses.replace(inputs, packed=None)
+    program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
+    compiled = program.lower(params, cache, state, inputs, TINY, device, multi_step).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= total
+    return cache, compiled, memory.temp_size_in_bytes
 
 
 def drain(engine: Engine) -> dict[str, list[list[int]]]:

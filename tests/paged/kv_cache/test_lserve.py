@@ -8,30 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import SamplingState
-from paged.device.step import step
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, lserve
 from paged.kv_cache.lserve.gates import streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
-from paged.step_inputs import empty_step_inputs
 from pallas_kernels.block_sparse_attention import (
     last_queries,
     segments_of,
     tiles_of,
     vertical_slash_blocks,
 )
-from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import (
     CASES,
     CATALOGUE,
     LSERVE_OPTIONS,
-    Bench,
+    compiled_step,
     drain,
-    registered,
 )
 from tests.paged.tiny import TINY
 
@@ -43,12 +39,6 @@ ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
 WIDE = replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
 # Layers with dense and streaming heads have the window, which ends within pages.
 WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "attention_cap": 3.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def policies():
-    with registered():
-        yield
 
 
 @pytest.mark.parametrize(
@@ -83,10 +73,9 @@ def test_attention_is_that_of_masks_over_all_keys(options, model):
         max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=options,
     )  # fmt: skip
-    rng, (L, H, K, D) = np.random.default_rng(3), (3, 8, 4, 8)
-    wide = WIDE.replace(**model)
+    wide, (L, K) = WIDE.replace(**model), (3, 4)
     lengths, prompts = (64, 48), [30, 21]
-    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
+    qkv = random_qkv(wide, lengths)
     driver = Driver(wide, config, qkv, prompts)
     streams, chosen = np.zeros((L, K), bool), config.policy_options
     if chosen.gates:
@@ -94,11 +83,7 @@ def test_attention_is_that_of_masks_over_all_keys(options, model):
         assert sorted(streams.sum(1)) == [0, 1, 3]
     steps = [[(0, 11)], [(0, 5), (1, 9)], [(0, 12), (1, 3)], [(0, 2), (1, 8)], [(1, 1)]]
     steps += [[(0, 1), (1, 1)] for _ in range(27)] + [[(0, 1)] for _ in range(7)]
-    found: list[list[np.ndarray]] = [[], []]
-    for chunks in steps:
-        for slot, out in driver.step(chunks, Tp=16, Sd=2).items():
-            found[slot].append(out)
-        driver.host.check()
+    found = driver.run(steps, 16, 2, driver.host.check)
 
     @jax.jit
     def expected(prompt, *qkv):
@@ -110,8 +95,7 @@ def test_attention_is_that_of_masks_over_all_keys(options, model):
         padded = [np.zeros((L, 64, *x.shape[2:]), np.float32) for x in qkv[slot]]
         for array, x in zip(padded, qkv[slot]):
             array[:, :n] = x
-        ours = np.concatenate(found[slot], axis=1)
-        np.testing.assert_allclose(ours, expected(prompt, *padded)[:, :n], atol=1e-5)
+        np.testing.assert_allclose(found[slot], expected(prompt, *padded)[:, :n], atol=1e-5)
 
 
 @pytest.mark.slow  # both ways to prefill compile
@@ -124,9 +108,9 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=NEVER_SELECTS | options,
     )  # fmt: skip
     assert not config.capabilities.recompute_exact
-    rng, (L, H, K, D), lengths = np.random.default_rng(4), (2, 8, 4, 8), [48, 21]
+    (L, H, K, D), lengths = (2, 8, 4, 8), [48, 21]
     model = replace(WIDE, num_layers=L)
-    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in lengths]
+    qkv = random_qkv(model, lengths, seed=4)
     found = Driver(model, config, qkv, lengths).step([(0, 48), (1, 21)], Tp=80, Sd=2)
 
     streams = streaming_heads(config.policy_options.gates, config.policy_options.streaming_share)
@@ -166,8 +150,7 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
 
 
 @pytest.mark.slow  # two policies compile
-def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(tiny_params):
-    bench = Bench(tiny_params)
+def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(bench):
     options = lserve.Options(**NEVER_SELECTS)
     engine = bench.engine(CASE, policy_options=options, kv_cache_tokens=300)
     assert engine.config.capabilities.recompute_exact
@@ -199,22 +182,11 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, kv_bits):
         ),
     )  # fmt: skip
     policy = lserve.device(config, ShardedModel.split(TINY))
-    cache = jax.eval_shape(lambda: policy.init(np.float32, jnp.int32(0)))
-    state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
     width = policy.layout.table_width
-    inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=width), packed=None)
-    program = jax.jit(step, static_argnums=(4, 5, 6), donate_argnums=(1, 2))
-    memory = (
-        program.lower(tiny_params, cache, state, inputs, TINY, policy, multi_step)
-        .compile()
-        .memory_analysis()
-    )
-    assert memory is not None
-    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    assert memory.alias_size_in_bytes >= total
+    cache, _, temporary = compiled_step(tiny_params, policy, width, Tp, Sd, multi_step)
     statistics = cache.statistics
     assert statistics is not None
-    assert memory.temp_size_in_bytes < statistics.size * statistics.dtype.itemsize / 2
+    assert temporary < statistics.size * statistics.dtype.itemsize / 2
 
 
 def simulated(**changes) -> Engine:
@@ -258,23 +230,6 @@ def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
     assert lserve.device(huge, sharded) == lserve.device(everything, sharded)
 
 
-def test_a_page_takes_the_bytes_of_its_tokens_and_statistics():
-    """16-bit keys and values; [max | min] of 16 tokens are as large as a token of the 16."""
-    model = ShardedModel.split(WIDE, 2, "bfloat16")
-    config = EngineConfig(
-        page_size=64, policy="lserve", max_model_len=256, kv_cache_tokens=8192,
-        policy_options=lserve.Options(
-            budget=192, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3
-        ),
-    )  # fmt: skip
-    layout = layout_of(config, model)
-    page = 64 * 2 * 8 * 2
-    assert layout.page_bytes == (page + page // 16, page)
-    # Of eight dense and four streaming heads each shard has half.
-    assert layout.max_heads == (4, 2)
-    assert layout.unit_bytes == (8 * (page + page // 16), 4 * page)
-
-
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
 def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     """A token's keys and values in a head: codes, and a scale and a zero point of 16 bits each; 16
@@ -291,6 +246,9 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     token = 2 * (D * kv_bits // 8 + (4 if kv_bits < 16 else 0))
     statistics = 64 // 16 * 2 * D * 2
     assert layout.page_bytes == (64 * token + statistics, 64 * token)
+    # Of eight dense and four streaming heads each shard has half.
+    assert layout.max_heads == (4, 2)
+    assert layout.unit_bytes == (8 * (64 * token + statistics), 4 * 64 * token)
     dense, streaming = POLICIES["lserve"].host(config, model).pools
     assert (dense.unit_bytes, streaming.unit_bytes) == layout.unit_bytes
     policy = lserve.device(config, model)

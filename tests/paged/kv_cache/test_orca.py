@@ -84,23 +84,6 @@ def test_every_request_gets_its_tokens_and_memory_is_accounted_for(config, calls
     assert engine.host_policy.usage().free == total
 
 
-@pytest.mark.slow
-def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy):
-    config = EngineConfig(
-        max_num_seqs=4, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=128,
-        page_size=4, kv_cache_tokens=512,
-    )  # fmt: skip
-    executor = Engine.from_model(tiny_params, TINY, config).executor
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, TINY.vocab_size, n).tolist() for n in (1, 80, 30, 5, 60, 17)]
-    for policy in BASELINES:
-        # The device half is the dense one: one executor serves all.
-        engine = Engine(TINY, dataclasses.replace(config, policy=policy), executor)
-        for output in engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True)):
-            assert len(output.tokens) == 20
-            check_greedy(output)
-
-
 @pytest.mark.parametrize(
     ("baseline", "run", "internal"),
     [

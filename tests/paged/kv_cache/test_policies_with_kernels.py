@@ -10,7 +10,7 @@ import pytest
 from paged.engine import EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import ShardedModel
-from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 from tests.paged.tiny import TINY
 
 MODEL = replace(TINY, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64)
@@ -53,8 +53,7 @@ def test_lserves_attention_of_kernels_is_that_of_xla():
         page_size=16, kv_cache_tokens=640, kv_dtype="float16", policy="lserve",
         policy_options=OPTIONS,
     )  # fmt: skip
-    rng, (L, H, K, D) = np.random.default_rng(3), (3, 4, 2, 64)
-    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in LENGTHS]
+    qkv = random_qkv(MODEL, LENGTHS)
     xla, kernels = (KernelDriver(MODEL, config, qkv, PROMPTS) for _ in range(2))
     for driver in (xla, kernels):
         driver.step([(0, 70), (1, 33)], Tp=112, Sd=2)

@@ -58,11 +58,6 @@ def policies():
         yield
 
 
-@pytest.fixture(scope="module")
-def bench(tiny_params):
-    return Bench(tiny_params)
-
-
 def add(engine: Engine, requests) -> dict[str, Request]:
     """Those that suit the engine, by id."""
     return {
@@ -351,31 +346,12 @@ def test_a_simulated_device_serves_the_same_requests(case, multi_step):
     assert not asked
 
 
-NAMED = pytest.mark.parametrize(
-    "name", [*POLICIES, *(c.name for c in CASES if c.name not in POLICIES)]
-)
-
-
-def _config(name: str, kv_cache_tokens: int) -> EngineConfig:
-    changes: dict[str, Any] = {case.name: case.config for case in CASES}.get(name, {})
-    sizes: dict[str, Any] = {"policy": name, "max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
-    return EngineConfig(**sizes | changes | {"kv_cache_tokens": kv_cache_tokens})
-
-
-@NAMED
-def test_sizes_are_those_of_the_host_half(name):
-    config, model = _config(name, 256), ShardedModel.split(TINY)
-    said, host = POLICIES[name].sizes_of(config, model), POLICIES[name].host(config, model)
-    assert (said.pools, said.table_width) == (host.pools, host.table_width)
-    asked = [(tokens, sequences) for tokens in range(1, 129, 3) for sequences in range(1, 20)]
-    assert [said.fits(*one) for one in asked] == [host.fits(*one) for one in asked]
-    assert any(said.fits(*one) for one in asked) and not all(said.fits(*one) for one in asked)
-
-
-@NAMED
+@pytest.mark.parametrize("name", [*POLICIES, *(c.name for c in CASES if c.name not in POLICIES)])
 @pytest.mark.parametrize("kv_cache_tokens", [256, 1000])
 def test_a_cache_takes_no_more_bytes_than_the_dense_ones_tokens(name, kv_cache_tokens):
-    config = _config(name, kv_cache_tokens)
+    changes: dict[str, Any] = {case.name: case.config for case in CASES}.get(name, {})
+    sizes: dict[str, Any] = {"policy": name, "max_num_seqs": 4, "max_model_len": 64, "page_size": 4}
+    config = EngineConfig(**sizes | changes | {"kv_cache_tokens": kv_cache_tokens})
     total, null = cache_bytes(POLICIES[name], config)
     token = ShardedModel.split(TINY).kv_token_bytes()
     assert 0.8 * kv_cache_tokens * token < total - null <= kv_cache_tokens * token

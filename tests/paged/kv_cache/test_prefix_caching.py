@@ -15,7 +15,6 @@ from tests.paged.kv_cache.policy_suite import (
     Case,
     Request,
     check_empty,
-    registered,
     take_step,
 )
 from tests.paged.tiny import TINY
@@ -64,17 +63,6 @@ CROWD = [
     Request((*TRUNK[: 22 - 4 * (i % 3)], *range(8 + 6 * i, 13 + 6 * i - i % 4)), how)
     for i, how in enumerate(HOWS * 2)
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def policies():
-    with registered():
-        yield
-
-
-@pytest.fixture(scope="module")
-def bench(tiny_params):
-    return Bench(tiny_params)
 
 
 def goes_on(bench: Bench, case: Case) -> list[Request]:

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.lib.presets import PRESETS, model_of
 from tests.paged.devices import printed_with_devices
-from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 
 LENGTHS, PROMPTS = (58, 46), [41, 30]
 # Prompts beside each other, then tokens one by one; DiffKV takes prompts whole.
@@ -25,18 +25,12 @@ ALL = [(name, K, size) for name in PRESETS for K in (1, 2, 4) for size in (2, 4,
 
 
 def attention(name: str, num_kv_heads: int, size: int) -> list[np.ndarray]:
-    """[L, n, H, D] of each sequence and step."""
+    """[L, n, H, D] of each sequence."""
     model = model_of(num_kv_heads)
     config = PRESETS[name].engine_config(
         model, tensor_parallel=size, max_num_seqs=2, max_num_batched_tokens=80
     )
-    rng, (L, H, K, D) = np.random.default_rng(3), (2, 8, num_kv_heads, 8)
-    qkv = [[2 * rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in LENGTHS]
-    driver = Driver(model, config, qkv, PROMPTS)
-    outs: list[np.ndarray] = []
-    for chunks in STEPS:
-        outs += driver.step(chunks, Tp=72, Sd=2).values()
-    return outs
+    return Driver(model, config, random_qkv(model, LENGTHS, (2, 2, 2)), PROMPTS).run(STEPS, 72, 2)
 
 
 def differences(cases) -> dict[str, float]:

@@ -8,22 +8,11 @@ from models import llama
 from models.full_attention import causal_attend
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
-from tests.paged.kv_cache.policy_suite import CASES, Bench, registered
-from tests.paged.tiny import TINY, random_params
+from tests.paged.kv_cache.policy_suite import CASES
+from tests.paged.tiny import TINY
 
 (VLLM,) = (case for case in CASES if case.name == "vllm")
 (LSERVE,) = (case for case in CASES if case.name == "lserve")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def policies():
-    with registered():
-        yield
-
-
-@pytest.fixture(scope="module")
-def bench():
-    return Bench(random_params())
 
 
 def first_layer(params, tokens):

@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from paged.engine import EngineConfig
 from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
 from pallas_kernels.prompt_attention import prompt_attention
-from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 
 L, H, K, D = 3, 4, 2, 8
 MODEL = ModelConfig(
@@ -52,26 +52,21 @@ def test_layers_have_their_own_windows(policy, options):
         max_num_seqs=2, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=320, policy=policy, policy_options=options,
     )  # fmt: skip
-    rng = np.random.default_rng(2)
-    qkv = [[rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in LENGTHS]
+    qkv = random_qkv(MODEL, LENGTHS, seed=2)
     driver = Driver(MODEL, config, qkv, list(PROMPTS))
     streams: Any = np.zeros((L, K), bool)
     if options is STREAMING:
         streams[[0, 1], [1, 0]] = True
-    found: list[list[np.ndarray]] = [[], []]
     both = [[(0, 1), (1, 1)]] * 12
-    for chunks in ([(0, 29)], [(1, 18)], *both, *[[(0, 1)]] * 3):
-        for slot, out in driver.step(chunks, Tp=32, Sd=2).items():
-            found[slot].append(out)
+    found = driver.run([[(0, 29)], [(1, 18)], *both, *[[(0, 1)]] * 3], 32, 2)
     for slot, (q, k, v) in enumerate(qkv):
-        ours = np.concatenate(found[slot], axis=1)
         for layer, h in np.ndindex(L, H):
             kv = h // (H // K)
             expected = attention(
                 q[layer, :, h], k[layer, :, kv], v[layer, :, kv], PROMPTS[slot],
                 streams[layer, kv], None if layer == 1 else 9,
             )  # fmt: skip
-            np.testing.assert_allclose(ours[layer, :, h], expected, atol=1e-5)
+            np.testing.assert_allclose(found[slot][layer, :, h], expected, atol=1e-5)
 
 
 def test_kernels_refuse_in_words_what_they_do_not_mask():

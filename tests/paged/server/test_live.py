@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from paged.kv_cache import POLICIES
-from paged.kv_cache.owners import CACHED, FREE, SHARED
+from paged.kv_cache.host import CACHED, FREE, SHARED
 from paged.requests.sampling_params import SamplingParams
 from paged.server import live
 from paged.server.engine_client import EngineClient

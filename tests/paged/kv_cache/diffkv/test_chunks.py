@@ -8,10 +8,8 @@ import pytest
 
 from experiments.lib.presets import PRESETS, TINY
 from paged.engine import EngineConfig
-from paged.kv_cache import policy_of
-from paged.kv_cache.policy import ShardedModel
 from paged.scheduling.admission import PrefillRoom
-from tests.paged.kv_cache.attention_driver import Chunks, Driver
+from tests.paged.kv_cache.attention_driver import Chunks, Driver, random_qkv
 from tests.sweeps import swept
 
 TILE = 8
@@ -30,18 +28,16 @@ def run(name: str, steps: list[Chunks], num_tokens: int) -> tuple[list, list[np.
         TINY, max_num_seqs=2, kv_cache_tokens=600, max_num_batched_tokens=num_tokens + 2,
         chunked_prefill=num_tokens < sum(PROMPTS),
     )  # fmt: skip
-    rng, (L, H, K, D) = np.random.default_rng(3), (2, 4, 2, 8)
-    qkv = [[2 * rng.normal(size=(L, n, h, D)) for h in (H, K, K)] for n in LENGTHS]
-    driver = Driver(TINY, config, qkv, PROMPTS)
+    driver = Driver(TINY, config, random_qkv(TINY, LENGTHS, (2, 2, 2)), PROMPTS)
     device: Any = driver.device
-    kept, outs = [], dict[int, list[np.ndarray]]({0: [], 1: []})
-    for chunks in steps + TOKENS:
-        for slot, out in driver.step(chunks, Tp=num_tokens, Sd=2).items():
-            outs[slot].append(out)
+    kept = []
+
+    def look() -> None:
         (state,) = device.snapshot(driver.cache)
-        if chunks == TOKENS[0]:
-            kept.append([[[(s.positions, s.scores) for s in h] for h in x] for x in state.heads])
-    return kept, [np.concatenate(each, axis=1) for each in outs.values()]
+        kept.append([[[(s.positions, s.scores) for s in h] for h in x] for x in state.heads])
+
+    outs = driver.run(steps + TOKENS, num_tokens, 2, look)
+    return kept[len(steps) :], outs
 
 
 DIFFKV = [name for name, preset in PRESETS.items() if preset.policy == "diffkv"]
@@ -92,15 +88,3 @@ def test_steps_hold_a_tile_or_the_longest_prompt():
         config_of(max_num_batched_tokens=11)
     wide = {"policy_options": {"prompt_tile": 64}}
     assert not config_of(max_num_batched_tokens=64, **wide).chunked_prefill
-
-
-@pytest.mark.parametrize("chunks", [True, False])
-def test_sizes_are_those_of_the_host_half(chunks):
-    options = {"prompt_tile": TILE, "low": "K4V4"}  # heads of 8 numbers fill whole words
-    config = config_of(
-        max_num_batched_tokens=12 if chunks else 80, chunked_prefill=chunks, policy_options=options
-    )
-    policy, model = policy_of("diffkv"), ShardedModel.split(TINY)
-    said, host = policy.sizes_of(config, model), policy.host(config, model)
-    assert said.table_width == host.table_width == chunks
-    assert said.pools == host.pools

@@ -16,7 +16,7 @@ from paged.kv_cache.diffkv.compression import Found, Rules
 from paged.kv_cache.diffkv.snapshot import snapshot
 from pallas_kernels.quantization import dequantize, quantize
 from pallas_kernels.quantized_attention import parse_format
-from tests.paged.kv_cache.attention_driver import Driver
+from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 from tests.paged.kv_cache.diffkv.oracle import Head, Token
 from tests.paged.kv_cache.diffkv.qaq_oracle import stored_with_outliers
 from tests.paged.tiny import TINY
@@ -48,102 +48,66 @@ def stored(name: str, outliers: int = 0):
     return both
 
 
-CASES = [
-    pytest.param("paper", "paper", ("auto", "auto"), (1.0, 0.5), id="paper"),
-    pytest.param("repository", "repository", ("K8V4", "K4V4"), (1.0, 0.5), id="repository",
-                 marks=pytest.mark.slow),
-    pytest.param("paper", "paper", ("K8V8", "K4V4"), (1.3, 0.0), id="nothing dropped",
-                 marks=pytest.mark.slow),
-    pytest.param("repository", "paper", ("auto", "K4V4"), (0.7, 0.7), id="no low precision",
-                 marks=pytest.mark.sweep),
-    pytest.param("paper", "paper", ("auto", "K8V8", "K4V4"), (1.3, 0.9, 0.5), id="three",
-                 marks=pytest.mark.slow),
-]  # fmt: skip
+PAPER, THREE = ("paper", "paper"), ("auto", "K8V8", "K4V4")
+WHOLE, H2O = ("auto", "auto"), ("h2o", "h2o")
+# A head of each layer, not the same one, keeps a sink and its last tokens, beside heads that keep
+# what their rules say.
+GATES = {"gates": ((0.1, 0.9), (0.9, 0.2))}
+SLOW, SWEEP = {"marks": pytest.mark.slow}, {"marks": pytest.mark.sweep}
 
 
-BUDGETS = [
-    pytest.param("h2o", "h2o", 0.5, id="h2o"),
-    pytest.param("snapkv", "keep", 15.0, id="snapkv"),
-    pytest.param("paper", "keep", 0.6, id="the paper's scores", marks=pytest.mark.sweep),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("prompt_rule", "generation_rule", "budget"), BUDGETS)
-def test_what_a_budget_keeps_is_the_oracles(prompt_rule, generation_rule, budget):
-    _check(prompt_rule, generation_rule, ("auto", "auto"), (0.0, 0.0), budget)
-
-
-@pytest.mark.parametrize(("prompt_rule", "generation_rule", "formats", "alpha"), CASES)
-def test_what_is_kept_and_attended_to_is_the_oracles(prompt_rule, generation_rule, formats, alpha):
-    _check(prompt_rule, generation_rule, formats, alpha)
-
-
-@pytest.mark.slow
-def test_qaq_keeps_all_tokens_and_in_few_bits_their_outliers():
-    _check("paper", "paper", ("auto", "K4V4"), (1.3, 0.0), outliers=2)
-
-
-STREAMING = [
-    pytest.param("paper", "paper", ("auto", "K8V8", "K4V4"), (1.3, 0.9, 0.5), 0.0, id="three"),
-    pytest.param("h2o", "h2o", ("auto", "auto"), (0.0, 0.0), 0.5, id="h2o"),
-    pytest.param(
-        "paper", "paper", ("auto", "K4V4"), (1.0, 0.5), 0.0, id="paper", marks=pytest.mark.sweep
-    ),
-]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prompt_rule", "generation_rule", "formats", "alpha", "budget"), STREAMING
-)
-def test_a_head_that_streams_keeps_a_sink_and_its_last_tokens(
-    prompt_rule, generation_rule, formats, alpha, budget
-):
-    """One of each layer, not the same one, beside heads that keep what their rules say."""
-    _check(prompt_rule, generation_rule, formats, alpha, budget, gates=((0.1, 0.9), (0.9, 0.2)))
-
-
-def _check(prompt_rule, generation_rule, formats, alpha, budget=0.0, gates=(), outliers=0):
+    ("rules", "formats", "alpha", "options"),
+    [
+        pytest.param(PAPER, WHOLE, (1.0, 0.5), {}, id="paper"),
+        pytest.param(("repository", "repository"), ("K8V4", "K4V4"), (1.0, 0.5), {},
+                     id="repository", **SLOW),
+        pytest.param(PAPER, ("K8V8", "K4V4"), (1.3, 0.0), {}, id="nothing dropped", **SLOW),
+        pytest.param(("repository", "paper"), ("auto", "K4V4"), (0.7, 0.7), {},
+                     id="no low precision", **SWEEP),
+        pytest.param(PAPER, THREE, (1.3, 0.9, 0.5), {}, id="three", **SLOW),
+        pytest.param(H2O, WHOLE, (0.0, 0.0), {"budget": 0.5}, id="h2o", **SLOW),
+        pytest.param(("snapkv", "keep"), WHOLE, (0.0, 0.0), {"budget": 15.0}, id="snapkv", **SLOW),
+        pytest.param(("paper", "keep"), WHOLE, (0.0, 0.0), {"budget": 0.6},
+                     id="budget by the paper's scores", **SWEEP),
+        pytest.param(PAPER, ("auto", "K4V4"), (1.3, 0.0), {"outliers": 2}, id="qaq", **SLOW),
+        pytest.param(PAPER, THREE, (1.3, 0.9, 0.5), GATES, id="three, streaming", **SLOW),
+        pytest.param(H2O, WHOLE, (0.0, 0.0), GATES | {"budget": 0.5}, id="h2o, streaming", **SLOW),
+        pytest.param(PAPER, ("auto", "K4V4"), (1.0, 0.5), GATES, id="paper, streaming", **SWEEP),
+    ],
+)  # fmt: skip
+def test_what_is_kept_and_attended_to_is_the_oracles(rules, formats, alpha, options):
     """Two prompts, one shorter than the window, and tokens one by one; outputs at each step, and in
     the end each head's tokens by precision, with their scores."""
-    options = dict(window=5, prompt_rule=prompt_rule, generation_rule=generation_rule)
-    options |= dict(sink=4, local=7, gates=gates, outliers=outliers)
-    options |= dict(zip(("low", "high", "top"), formats[::-1]), budget=budget)
+    budget, outliers = options.get("budget", 0.0), options.get("outliers", 0)
+    gates = options.get("gates", ())
+    options = options | dict(window=5, prompt_rule=rules[0], generation_rule=rules[1])
+    options |= dict(sink=4, local=7) | dict(zip(("low", "high", "top"), formats[::-1]))
     options |= zip(("alpha_l", "alpha_h", "alpha_top"), alpha[::-1])
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=64, max_prefills_per_step=2, max_model_len=48,
         page_size=2, kv_cache_tokens=300, policy="diffkv", policy_options=options,
         chunked_prefill=False,
     )  # fmt: skip
-    rng, lengths, prompts = np.random.default_rng(4), (44, 30), [21, 3]
-    # Sharper scores than unit queries give, or all tokens would matter alike.
-    qkv = [
-        [scale * rng.normal(size=(L, n, h, D)) for h, scale in ((H, 2), (K, 1), (K, 1))]
-        for n in lengths
-    ]
+    lengths, prompts = (44, 30), [21, 3]
+    qkv = random_qkv(MODEL, lengths, (2, 1, 1), seed=4)
     driver = Driver(MODEL, config, qkv, prompts)
     device: Any = driver.device
-    found: list[list[np.ndarray]] = [[], []]
     steps = [[(0, 21)], [(0, 1), (1, 3)]] + [[(0, 1), (1, 1)]] * 22 + [[(1, 1)]] * 5
-    for chunks in steps:
-        for slot, out in driver.step(chunks, Tp=24, Sd=2).items():
-            found[slot].append(out)
-        driver.host.observe(driver.number, _report(driver))
-        driver.host.check()
+    found = driver.run(steps, 24, 2, driver.observe)
 
     assert driver._run._cache_size() == 1
     (state,) = snapshot(device.layout, driver.cache)
     kinds: set[int | str] = set()
     for slot, (n, prompt) in enumerate(zip(lengths, prompts)):
-        ours = np.concatenate(found[slot], axis=1).reshape(L, n, K, G, D)
+        ours = found[slot].reshape(L, n, K, G, D)
         for layer in range(L):
             for head in range(K):
                 q, k, v = (x[layer] for x in qkv[slot])
                 q, k, v = q.reshape(n, K, G, D)[:, head], k[:, head], v[:, head]
                 stores = [stored(name, outliers) for name in formats]
                 streams = (4, 7) if gates and gates[layer][head] < 0.5 else None
-                oracle = Head(alpha, 5, stores, prompt_rule, generation_rule, budget, streams)
+                oracle = Head(alpha, 5, stores, *rules, budget, streams)
                 outs = [oracle.take_prompt(q[:prompt], k[:prompt], v[:prompt])]
                 for i in range(prompt, n):
                     outs.append(oracle.take_token(i, q[i], k[i], v[i])[None])
@@ -168,10 +132,6 @@ def _check_tokens(section, tokens: list[Token], with_scores: bool) -> None:
     if with_scores:
         scores, by_oracle = [s for _, s in ours], [s for _, s in expected]
         np.testing.assert_allclose(scores, by_oracle, rtol=1e-3, atol=1e-5)
-
-
-def _report(driver: Driver):
-    return jax.tree.map(lambda x: np.asarray(x)[None], driver.device.report(driver.cache))
 
 
 MEANS = st.sampled_from([0.0, 0.03, 0.03125, 0.1, 0.125, 0.5, compression.NOBODY])

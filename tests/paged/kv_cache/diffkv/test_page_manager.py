@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -191,14 +190,3 @@ def test_the_list_wraps_around_and_runs_out():
         assert pages.free.item() == 6
         assert sorted(pages.free_list.tolist()) == list(range(6))
     assert pages.start.item() == 0  # six taken four times: once around each time
-
-
-@pytest.mark.parametrize("name", ["grow", "give", "plan_prompts", "release"])
-def test_a_row_that_is_none_changes_nothing(name):
-    pages = page_manager.init(40, SLOTS, HEADS, WIDTH)
-    pages = run("allocate_prompts", pages, jnp.array([0, 1]), jnp.array([3, 2], jnp.int32))
-    nobody = jnp.full(2, SLOTS, jnp.int32)
-    some = jnp.zeros((2, HEADS, 2), jnp.int32).at[..., 0].set(1)
-    arguments = {"grow": (some > 0,), "release": ()}.get(name, (some,))
-    after = run(name, pages, nobody, *arguments)
-    jax.tree.map(np.testing.assert_array_equal, after, pages)
