@@ -9,7 +9,6 @@ import httpx2
 import pytest
 
 from paged.requests.sampling_params import SamplingParams
-from paged.server.engine_client import EngineClient
 from paged.server.openai_format import ApiError
 from paged.server.settings import ServerConfig
 from paged.server.validation import MAX_DEPTH, check_lengths
@@ -33,8 +32,6 @@ BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("prompt", {"prompt": [1, 2**70]}),
     ("prompt", {"prompt": [1, 2.5]}),
     ("prompt", {"prompt": [True]}),
-    ("prompt", {"prompt": [4] * 512}),
-    ("prompt", {"prompt": "cat " * 600}),
     ("prompt", {"prompt": ["a", "cat " * 10_000]}),
     ("prompt", {"prompt": ["a"] * 200}),
     ("model", {"model": None}),
@@ -83,7 +80,6 @@ BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("stream", {"stream": "true"}),
     ("stream_options", {"stream_options": {"include_usage": True}}),
     ("stream_options", {"stream": True, "stream_options": {"include_all": True}}),
-    ("suffix", {"suffix": "end"}),
     ("grammar", {"grammar": "a*"}),
     # Each token would be compared with all of them.
     ("stop", {"stop": ["a"] * 65}),
@@ -99,10 +95,7 @@ BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
     ("messages", {"messages": [{"role": "user", "content": 5}]}),
     ("messages", {"messages": [{"role": "nobody", "content": "a"}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("messages", {"messages": [{"role": "user", "content": "cat " * 600}]}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "look_up"}}]}),
     ("tool_choice", {"tool_choice": "required"}),
-    ("reasoning_effort", {"reasoning_effort": "low"}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"eos_token": "a"}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"bos_token": "a"}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "a"}}),
@@ -126,7 +119,7 @@ BODIES = [
 @pytest.fixture(scope="module")
 def server():
     settings = ServerConfig(max_body_bytes=200_000, max_pending=300)
-    with served(EngineClient(simulated(step_s=0.002)[0]), settings=settings) as running:
+    with served(simulated(step_s=0.002)[0], settings=settings) as running:
         yield running
 
 
@@ -162,55 +155,42 @@ def check(response: httpx2.Response, field: str | None) -> None:
     assert response.headers["x-request-id"]
 
 
-@pytest.mark.parametrize(
-    ("path", "good", "field", "change"),
-    [("completions", COMPLETION, *case) for case in BAD_COMPLETIONS]
-    + [("chat/completions", CHAT, *case) for case in BAD_CHATS],
-)
-def test_the_field_that_is_wrong_is_named(server: Served, path, good, field, change):
-    body = json.dumps({**good, **change}).encode()
+MODEL, PROMPT = {"model": "bundled"}, {"prompt": "a cat"}
+LONG_TEXT = "cat " * 10_000
+OTHERS: list[tuple[str | None, str, Any]] = [
+    ("model", "v1/completions", PROMPT),
+    ("prompt", "v1/completions", MODEL),
+    (None, "v1/embeddings", {**MODEL, "input": "a"}),
+    ("prompt", "tokenize", {}),
+    ("prompt", "tokenize", {**PROMPT, "messages": []}),
+    ("prompt", "tokenize", {"prompt": 5}),
+    (None, "tokenize", {"prompt": "\ud800"}),
+    ("prompt", "tokenize", {"prompt": LONG_TEXT}),
+    ("messages", "tokenize", {"messages": [{"role": "user", "content": LONG_TEXT}]}),
+    ("model", "tokenize", {**PROMPT, "model": "gpt-0"}),
+    ("tokens", "detokenize", {"tokens": [600]}),
+    ("tokens", "detokenize", {"tokens": "a"}),
+    ("tokens", "detokenize", {"tokens": [4] * 1025}),
+    *((None, "v1/completions", body) for body in BODIES),
+]
+REFUSED = [
+    *((field, "v1/completions", COMPLETION | change) for field, change in BAD_COMPLETIONS),
+    *((field, "v1/chat/completions", CHAT | change) for field, change in BAD_CHATS),
+    *OTHERS,
+]
+
+
+@pytest.mark.parametrize(("field", "path", "body"), REFUSED, ids=range(len(REFUSED)))
+def test_the_field_that_is_wrong_is_named(server: Served, field, path, body):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    check(server.http.post(f"{server.url}/v1/{path}", content=body, headers=headers), field)
-
-
-@pytest.mark.parametrize("field", ["model", "prompt"])
-def test_fields_that_must_be_there(server: Served, field):
-    body = {name: value for name, value in COMPLETION.items() if name != field}
-    check(server.http.post(f"{server.url}/v1/completions", json=body), field)
-
-
-@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
-def test_bodies_that_are_no_request(server: Served, body):
-    headers = {"content-type": "application/json"}
-    response = server.http.post(f"{server.url}/v1/completions", content=body, headers=headers)
-    check(response, None)
+    check(server.http.post(f"{server.url}/{path}", content=content, headers=headers), field)
 
 
 def test_paths_and_methods_that_there_are_not(server: Served):
     check(server.http.get(f"{server.url}/v1/nothing"), None)
     check(server.http.get(f"{server.url}/v1/completions"), None)
     check(server.http.delete(f"{server.url}/v1/models"), None)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("tokenize", {}, "prompt"),
-        ("tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("tokenize", {"prompt": 5}, "prompt"),
-        ("tokenize", {"prompt": "\ud800"}, None),
-        ("tokenize", {"prompt": "cat " * 10_000}, "prompt"),
-        ("tokenize", {"messages": [{"role": "user", "content": "cat " * 10_000}]}, "messages"),
-        ("tokenize", {"prompt": "a", "model": "gpt-0"}, "model"),
-        ("detokenize", {"tokens": [600]}, "tokens"),
-        ("detokenize", {"tokens": "a"}, "tokens"),
-        ("detokenize", {"tokens": [4] * 1025}, "tokens"),
-        ("v1/embeddings", {"model": "bundled", "input": "a"}, None),
-    ],
-)
-def test_other_paths(server: Served, path, body, field):
-    content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
-    check(server.http.post(f"{server.url}/{path}", content=content, headers=headers), field)
 
 
 def test_adapters_are_loaded_only_where_that_is_allowed(server: Served):

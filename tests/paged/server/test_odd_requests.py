@@ -7,7 +7,6 @@ import pytest
 
 from paged.adapters.known import KnownAdapters
 from paged.requests.stopping import decode
-from paged.server.engine_client import EngineClient
 from tests.paged.server.serving import (
     BUNDLED,
     CONFIG,
@@ -15,6 +14,7 @@ from tests.paged.server.serving import (
     TEMPLATE,
     TOKENIZER,
     Served,
+    joined,
     scripted,
     served,
     simulated,
@@ -35,7 +35,7 @@ LONG = "The old sailor counted to five. " * 8
 
 @pytest.fixture(scope="module")
 def server():
-    with served(EngineClient(simulated()[0]), template=FAILING) as running:
+    with served(simulated()[0], template=FAILING) as running:
         yield running
         assert not any(running.wait_until_idle().values())
 
@@ -135,13 +135,13 @@ def test_the_text_of_a_special_token_means_the_token():
     """In streams as well; `ignore_eos` is about ends that the request does not name."""
     unknown, end = TOKENIZER.convert_tokens_to_ids(["<unk>", "</s>"])
     tokens = [90, 91, 92, unknown, 93, end]
-    with served(EngineClient(scripted(tokens, 3))) as server:
+    with served(scripted(tokens, 3)) as server:
 
         def text(stop, **more) -> tuple[str, str]:
             how = {"model": "bundled", "prompt": [4, 4, 4], "max_tokens": 20, "stop": stop}
             choice = server.client.completions.create(**how, extra_body=more).choices[0]
             chunks = list(server.client.completions.create(**how, extra_body=more, stream=True))
-            assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+            assert joined(chunks) == [choice.text]
             assert chunks[-1].choices[0].finish_reason == choice.finish_reason
             return choice.text, choice.finish_reason
 
@@ -201,7 +201,7 @@ def test_keys_share_no_cached_prefix():
         answer = server.http.post(f"{server.url}/v1/completions", json=body, headers=headers)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with served(EngineClient(simulated(CACHING)[0]), CACHING, keys=[KEY, "other"]) as server:
+    with served(simulated(CACHING)[0], CACHING, keys=[KEY, "other"]) as server:
         assert cached(server, KEY) == 0
         most = cached(server, KEY)
         assert most > 0
@@ -209,13 +209,13 @@ def test_keys_share_no_cached_prefix():
         assert cached(server, KEY, cache_salt="own") == 0
         assert cached(server, KEY, cache_salt="own") == most
         assert cached(server, KEY) == most
-    with served(EngineClient(simulated(CACHING)[0]), CACHING) as server:
+    with served(simulated(CACHING)[0], CACHING) as server:
         assert cached(server, None) == 0 and cached(server, None) == most
 
 
 def test_models_are_told_without_their_folders_and_chat_without_a_template_is_refused():
     folder = "models/bundled/adapters/reversed"
-    with served(EngineClient(simulated()[0]), template=None) as server:
+    with served(simulated()[0], template=None) as server:
         error = post(server, "chat/completions", CHAT).json()["error"]
         assert (error["param"], error["code"]) == ("messages", "no_chat_template")
         server.service.adapters.add(KnownAdapters(BUNDLED, CONFIG).read("reversed", folder))
