@@ -108,7 +108,7 @@ def test_forked_blocks_are_copied_on_the_device(tiny_params):
     engine.executor.apply(moves)
     held = int(tables.num_blocks[parent])
     heads = np.arange(TINY.num_layers * TINY.num_kv_heads)[:, None] * engine.config.num_blocks
-    pages = np.asarray(engine.executor._cache.k_pages)
+    pages = np.asarray(engine.executor._cache.k_pages)  # type: ignore[attr-defined]
     ours, theirs = (pages[heads + tables.blocks[slot, :held]] for slot in (parent, child))
     np.testing.assert_array_equal(ours, theirs)
     assert np.abs(ours[:, -1, 0]).min() > 0

@@ -9,3 +9,4 @@ from tests.paged.server.serving import Served, served, simulated
 def server() -> Iterator[Served]:
     with served(simulated()[0]) as running:
         yield running
+        assert not any(running.wait_until_idle().values())

@@ -203,7 +203,7 @@ def holding(server: Served, held: Held, bodies: Sequence[bytes]) -> Iterator[lis
 
 LONG_TEXT = "cat " * 1500
 MESSAGES = [{"role": "user", "content": LONG_TEXT}]
-HEAVY = {
+HEAVY: dict[str, dict] = {
     "/tokenize": {"prompt": LONG_TEXT},
     "/detokenize": {"tokens": [400] * 1024},
     "/v1/completions": {"model": "bundled", "prompt": LONG_TEXT},

@@ -1,4 +1,4 @@
-"""The same server over several runners."""
+"""The same server over several runners, and what the clients of engines tell it."""
 
 import asyncio
 import concurrent.futures
@@ -9,11 +9,12 @@ import openai
 import pytest
 
 from paged.cluster.live import LiveCluster
-from paged.cluster.messages import ClusterRequest
+from paged.cluster.messages import ClusterRequest, Growth, Progress
 from paged.cluster.threads import ThreadRunner
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.server.engine_client import ClusterClient, Reply
+from paged.requests.sequence import RequestOutput, SequenceOutput
+from paged.server.engine_client import ClusterClient, EngineClient, Reply
 from tests.paged.server.serving import (
     BUNDLED,
     CONFIG,
@@ -24,6 +25,8 @@ from tests.paged.server.serving import (
     simulated,
     until,
 )
+
+REQUEST = ClusterRequest("a", 0, 0.0, (5, 6), SamplingParams(max_tokens=3))
 
 
 def cluster(count: int, step_s: float = 0.0) -> tuple[LiveCluster, list[Paced]]:
@@ -149,11 +152,62 @@ class Hasty(LiveCluster):
 def test_an_output_that_nobody_waits_for_is_not_kept():
     live = Hasty({"gpu-0": ThreadRunner(lambda: simulated()[0])}, BUNDLED, CONFIG, TOKENIZER)
     live.client = client = ClusterClient(live.__enter__())
-    request = ClusterRequest("a", 0, 0.0, (5, 6), SamplingParams(max_tokens=2))
 
     async def ask() -> None:
-        client.submit(request, Reply(False, 0, asyncio.Event()))
+        client.submit(REQUEST, Reply(False, 0, asyncio.Event()))
 
     asyncio.run(ask())
     until(lambda: live.left and not live.cluster.outputs)
     client.close()
+
+
+# One engine
+
+
+def test_failures_beside_the_engine_hold_nobody_up():
+    client = EngineClient(simulated()[0])
+    step = client.engine.step
+    broken = [True]
+
+    def lossy():
+        outputs = step()
+        if outputs and broken.pop():
+            broken.append(False)
+            raise RuntimeError("outputs are lost")
+        return outputs
+
+    client.engine.step = lossy  # type: ignore[method-assign]
+
+    async def answered() -> Reply:
+        reply = Reply(False, 0, asyncio.Event())
+        client.submit(REQUEST, reply)
+        async with asyncio.timeout(60):
+            await reply.ready.wait()
+        return reply
+
+    reply = asyncio.run(answered())
+    assert reply.output is None and reply.failure == "the engine has failed"
+    client.close()
+
+
+def test_a_slow_reader_gets_the_rest_with_the_end():
+    async def read() -> None:
+        reply = Reply(True, 3, asyncio.Event())
+
+        def receive(start: int) -> bool:
+            """Whether the reader wakes up."""
+            reply.ready.clear()
+            output = SequenceOutput([start], "", None)
+            reply.receive(Progress("a", 0, (Growth(0, start, output),)), float(start))
+            return reply.ready.is_set()
+
+        assert receive(0)
+        assert [growth.start for growth in reply.take()] == [0]
+        assert all(receive(start) for start in range(1, 5))  # one more than it may keep
+        assert not receive(5)
+        assert reply.take() == [] and reply.first_token_s == 0
+        output = RequestOutput("a", [4], [SequenceOutput([*range(6)], "", "length")], True)
+        reply.receive(Progress("a", 0, (), output), 6.0)
+        assert reply.ended and reply.ready.is_set() and reply.output is output
+
+    asyncio.run(read())
