@@ -2,6 +2,6 @@
 
 import pallas_kernels  # noqa: F401  It prepares JAX, so it comes before all that uses JAX.
 from models.checkpoint import load, load_config
-from models.tokenizer import load_tokenizer
+from models.hub import load_tokenizer
 
 __all__ = ["load", "load_config", "load_tokenizer"]

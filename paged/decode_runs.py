@@ -11,7 +11,7 @@ The steps of a run have records, but no `schedule` events. A step whose outputs 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -24,54 +24,11 @@ from paged.kv_cache.usage import Usage
 from paged.metrics import StepRecord, memory_facts
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter
 from paged.scheduling.scheduler import Scheduler
+from paged.simulator.executor import SimulatedExecutor
 
 LONGEST = 512  # most steps of a run, to bound its arrays [steps, rows]
 # Methods whose work `decode_steps` does for many steps.
 REPEATED = ("can_append", "append", "advance", "usage")
-
-
-class RunningExecutor(Executor, Protocol):
-    """An executor in simulated time that can take many steps at once."""
-
-    @property
-    def takes_runs(self) -> bool:
-        """Whether times and tokens of several decode steps can be computed in advance."""
-        ...
-
-    @property
-    def device_free_s(self) -> float:
-        """End of the last dispatched step, in seconds."""
-        ...
-
-    def decode_times(
-        self, slots: np.ndarray, contexts: np.ndarray, adapters: np.ndarray
-    ) -> np.ndarray:
-        """Seconds [k] of k steps that each compute one token of every row.
-
-        slots: [n] slots of the rows.
-        contexts: [k, n] computed tokens of each row after the step.
-        adapters: [n] adapter slots, -1 for none.
-        """
-        ...
-
-    def report(self) -> Any:
-        """The report of the policy's simulated device half on the last computed step; None if it
-        reports nothing."""
-        ...
-
-    def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Advance the policy's simulated device half by a step that computes one token of each of
-        `slots` [n], up to `num_tokens` [n] tokens."""
-        ...
-
-    def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-        """Tokens [k, n] that rows sample at these contexts [k, n]. seeds: [n]."""
-        ...
-
-    def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> PendingOutputs:
-        """Count `num_steps` more steps as dispatched. Returns the outputs of the last one, which
-        ends at `free_s` and samples tokens [1, n]."""
-        ...
 
 
 class SteadyHost(HostPolicy, Protocol):
@@ -160,7 +117,7 @@ class DecodeRuns:
     """Finds runs, and applies their steps to scheduler, policy and executor."""
 
     def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, executor: RunningExecutor,
+        self, config: EngineConfig, scheduler: Scheduler, executor: SimulatedExecutor,
         eos_token_ids: tuple[int, ...],
     ):  # fmt: skip
         self._config, self._scheduler, self._executor = config, scheduler, executor
@@ -174,9 +131,11 @@ class DecodeRuns:
     ) -> "DecodeRuns | None":  # fmt: skip
         """The runs of an engine; None on a real device, and if a step dispatches several
         iterations (multi_step)."""
-        if config.multi_step > 1 or not getattr(executor, "takes_runs", False):
+        if not isinstance(executor, SimulatedExecutor):
             return None
-        return cls(config, scheduler, cast(RunningExecutor, executor), eos_token_ids)
+        if config.multi_step > 1 or not executor.takes_runs:
+            return None
+        return cls(config, scheduler, executor, eos_token_ids)
 
     def next(
         self, flight: InFlight, until_s: float, max_steps: int, previous_end_s: float

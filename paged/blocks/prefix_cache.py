@@ -44,6 +44,7 @@ class PrefixCache:
         self._tails: dict[bytes, list[tuple[bytes, int]]] = {}
 
     def __contains__(self, block: int) -> bool:
+        """Whether `block` is published, and so kept once its last owner releases it."""
         return block in self._entries
 
     def find(self, links: Iterable[tuple[bytes, bytes]]) -> tuple[list[int], bytes | None]:

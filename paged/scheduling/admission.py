@@ -1,8 +1,8 @@
-"""Limits on admission: prefill room in a step, and a gate for adapters not on the device."""
+"""Limits on admission: prefill room in a step, and adapters that are not on the device."""
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Protocol
 
+from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
 from paged.requests.sequence import SequenceGroup
 
@@ -71,45 +71,6 @@ class PrefillRoom:
         self.budget -= count + (forks if count == left else 0)
 
 
-class AdmissionGate(Protocol):
-    """Holds back waiting requests whose adapter is not on the device (Punica §5.2)."""
-
-    @property
-    def loading(self) -> bool:
-        """Whether a load is in progress after which the gate admits more requests."""
-        ...
-
-    def admits(self, group: SequenceGroup) -> bool: ...
-
-    def slot_of(self, group: SequenceGroup) -> int:
-        """Adapter slot of a group that the gate admits, -1 without an adapter."""
-        ...
-
-    def enter(self, group: SequenceGroup) -> None:
-        """The group starts to run; its adapter must stay on the device until `leave`."""
-        ...
-
-    def leave(self, group: SequenceGroup) -> None: ...
-
-
-class OpenGate:
-    """Holds no request back."""
-
-    loading = False
-
-    def admits(self, group: SequenceGroup) -> bool:
-        return True
-
-    def slot_of(self, group: SequenceGroup) -> int:
-        return -1
-
-    def enter(self, group: SequenceGroup) -> None:
-        pass
-
-    def leave(self, group: SequenceGroup) -> None:
-        pass
-
-
 def in_turn(
     waiting: Iterable[SequenceGroup], returning: Collection[SequenceGroup]
 ) -> Iterable[SequenceGroup]:
@@ -121,7 +82,7 @@ def in_turn(
 
 
 def candidates(
-    waiting: Iterable[SequenceGroup], gate: AdmissionGate, returning: Collection[SequenceGroup],
+    waiting: Iterable[SequenceGroup], gate: AdapterStore, returning: Collection[SequenceGroup],
     max_overtakes: int,
 ) -> Iterator[SequenceGroup]:  # fmt: skip
     """Yield the groups to admit, in order. The caller must admit each group before the next.

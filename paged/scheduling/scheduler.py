@@ -15,12 +15,12 @@ from typing import cast
 
 import numpy as np
 
+from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
 from paged.kv_cache.host import HostPolicy, PrefixCachingHost
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
-from paged.scheduling.admission import AdmissionGate, OpenGate, PrefillRoom, candidates
+from paged.scheduling.admission import PrefillRoom, candidates
 from paged.scheduling.children import Children, Released
-from paged.scheduling.preemption import swaps
 from paged.scheduling.scheduled_step import ScheduledStep, by_adapter, rows_of
 from paged.scheduling.slots import Slots
 
@@ -31,12 +31,12 @@ class Scheduler:
     """`schedule` decides a step, whose tokens are then part of `Slots.computed`. `update` records
     the sampled tokens, a step later.
 
-    gate: holds back requests for reasons other than lack of room.
+    gate: holds back requests whose adapter is not on the device (Punica §5.2); None: no adapters.
     """
 
-    def __init__(self, config: EngineConfig, policy: HostPolicy, gate: AdmissionGate | None = None):
+    def __init__(self, config: EngineConfig, policy: HostPolicy, gate: AdapterStore | None = None):
         self.config, self.policy, self._can = config, policy, config.capabilities
-        self.gate: AdmissionGate = gate or OpenGate()
+        self.gate = gate or AdapterStore(0, 0)
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
@@ -147,7 +147,7 @@ class Scheduler:
             sequence.computed = int(self.slots.computed[sequence.slot])
         # Even a host pool as large as the device's can be full: running groups grow into the memory
         # of swapped groups, and are then swapped out too.
-        if swaps(self.config, len(slots)) and self.policy.can_swap_out(slots):
+        if self._swaps(len(slots)) and self.policy.can_swap_out(slots):
             group.swapped = self.policy.swap_out(slots)
             for sequence in sequences:
                 self._release(sequence, Status.SWAPPED)
@@ -161,6 +161,17 @@ class Scheduler:
         group.num_preemptions += 1
         return group
 
+    def _swaps(self, num_sequences: int) -> bool:
+        """Whether a preempted group should be swapped out instead of recomputed (vLLM §4.5).
+
+        'auto' recomputes if the policy cannot swap, and recomputes a single sequence if all its
+        tokens are prefilled, which is no worse than swapping (§7.3). Otherwise it swaps: groups of
+        several sequences share less after recomputation.
+        """
+        if self.config.preemption_mode != "auto":
+            return self.config.preemption_mode == "swap"
+        return self._can.swap and (num_sequences > 1 or not self._can.recompute_exact)
+
     def _admit(self, group: SequenceGroup, room: PrefillRoom) -> bool:
         """Admit a waiting group; False if there is no room. Running beam searches keep slots
         reserved for beams that are not live yet."""
@@ -169,7 +180,7 @@ class Scheduler:
         if wanted > self.slots.num_free - reserved or room.refused:
             return False
         enter = self._compute if group.swapped is None else self._swap_in
-        group.adapter_slot = self.gate.slot_of(group)
+        group.adapter_slot = self.gate.adapter_slot_of(group)
         if not enter(group, room):
             return False
         self.gate.enter(group)

@@ -49,7 +49,10 @@ def view(engine: Engine) -> View:
     lengths = engine.scheduler.slots.known
     return View(
         [_request(group, lengths) for group in groups[:MAX_REQUESTS]],
-        [_pool_map(name, owners) for name, owners in engine.host_policy.owners().items()],
+        [
+            PoolMap(name, units := -(-len(owners) // MAX_CELLS), owners[::units])
+            for name, owners in engine.host_policy.owners().items()
+        ],
     )
 
 
@@ -68,11 +71,6 @@ def _request(group: SequenceGroup, slot_lengths: np.ndarray) -> dict[str, Any]:
         "cached_tokens": group.num_cached_tokens,
         "preemptions": group.num_preemptions,
     }
-
-
-def _pool_map(name: str, owners: np.ndarray) -> PoolMap:
-    units = -(-len(owners) // MAX_CELLS)
-    return PoolMap(name, units, owners[::units])
 
 
 class Live:

@@ -3,7 +3,7 @@ events."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,8 +38,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
-class Plan:
-    """A request that has passed all checks.
+class Call:
+    """An API call that has passed all checks.
 
     response_id: the response's id. Ids of the engine's requests are this id with a suffix.
     echoes: the text with which each prompt's choices begin; None without echo.
@@ -60,18 +60,14 @@ class Plan:
 
 
 async def complete(service: Service, request: Request) -> Response:
-    return await _respond(
-        service, request, await read(service, request, api.CompletionRequest, _plan)
-    )
+    return await _respond(service, request, api.CompletionRequest, _completion_call)
 
 
 async def chat(service: Service, request: Request) -> Response:
-    return await _respond(
-        service, request, await read(service, request, api.ChatRequest, _plan_chat)
-    )
+    return await _respond(service, request, api.ChatRequest, _chat_call)
 
 
-def _plan(service: Service, body: api.CompletionRequest) -> Plan:
+def _completion_call(service: Service, body: api.CompletionRequest) -> Call:
     response_id, adapter = new_id("cmpl"), service.adapter(body.model)
     sampling = completion_sampling(service, body)
     given: Any = body.prompt
@@ -83,71 +79,75 @@ def _plan(service: Service, body: api.CompletionRequest) -> Plan:
     special = body.add_special_tokens is not False
     prompts = [prompt_tokens(service, prompt, sampling, special) for prompt in given]
     format = CompletionFormat(service.texts, response_id, body.model, bool(body.return_token_ids))
-    plan = Plan(response_id, body, format, adapter, prompts, sampling)
+    call = Call(response_id, body, format, adapter, prompts, sampling)
     if body.echo:
         texts = (p if isinstance(p, str) else decode(service.tokenizer, p) for p in given)
-        plan.echoes, plan.silent = list(texts), body.max_tokens == 0
+        call.echoes, call.silent = list(texts), body.max_tokens == 0
         if body.logprobs is not None:
-            plan.offsets = [service.texts.prompt_offsets(prompt, special) for prompt in given]
-    return plan
+            call.offsets = [service.texts.prompt_offsets(prompt, special) for prompt in given]
+    return call
 
 
-def _plan_chat(service: Service, body: api.ChatRequest) -> Plan:
+def _chat_call(service: Service, body: api.ChatRequest) -> Call:
     response_id, adapter = new_id("chatcmpl"), service.adapter(body.model)
     tokens = chat_tokens(service, body)
     sampling = chat_sampling(service, body, service.config.max_model_len - len(tokens))
     prompt = prompt_tokens(service, tokens, sampling, field="messages")
     format = ChatFormat(service.texts, response_id, body.model, bool(body.return_token_ids))
-    return Plan(response_id, body, format, adapter, [prompt], sampling)
+    return Call(response_id, body, format, adapter, [prompt], sampling)
 
 
-async def _respond(service: Service, request: Request, plan: Plan) -> Response:
-    key, salt = request.state.key, plan.body.cache_salt or ""
+async def _respond[B: api.GenerationRequest](
+    service: Service, request: Request, kind: type[B],
+    check: Callable[[Service, B], Call],
+) -> Response:  # fmt: skip
+    call = await read(service, request, kind, check)
+    key, salt = request.state.key, call.body.cache_salt or ""
     if key is not None:  # Otherwise `cached_tokens` would reveal prompts of other keys.
         salt = f"key {key}: {salt}"
     generation = service.begin(
-        plan.response_id, plan.prompts, plan.sampling, plan.adapter, salt,
-        streams=bool(plan.body.stream),
+        call.response_id, call.prompts, call.sampling, call.adapter, salt,
+        streams=bool(call.body.stream),
     )  # fmt: skip
-    if plan.body.stream:
-        return EventStream(service, generation, _events(plan, generation))
+    if call.body.stream:
+        return EventStream(service, generation, _events(call, generation))
     async with _served(service, generation, request.receive):
         try:
             await generation.finish()
         except ClientLeft:
             return Response(status_code=CLIENT_LEFT)
-        if plan.sampling.logprobs is None and plan.sampling.prompt_logprobs is None:
-            return _whole(plan, generation)
-        return await asyncio.to_thread(_whole, plan, generation)
+        if call.sampling.logprobs is None and call.sampling.prompt_logprobs is None:
+            return _whole(call, generation)
+        return await asyncio.to_thread(_whole, call, generation)
 
 
-def _whole(plan: Plan, generation: Generation) -> Json:
+def _whole(call: Call, generation: Generation) -> Json:
     choices, outputs = [], generation.outputs
     for i, output in enumerate(outputs):
-        prompt_logprobs = plan.format.prompt_logprobs(output)
+        prompt_logprobs = call.format.prompt_logprobs(output)
         for delta in generation.rest(i):
-            delta = _with_prompt(plan, i, delta, output)
-            choices.append(plan.format.choice(delta) | prompt_logprobs)
-    return Json(plan.format.response(choices, usage(outputs, plan.silent)))
+            delta = _with_prompt(call, i, delta, output)
+            choices.append(call.format.choice(delta) | prompt_logprobs)
+    return Json(call.format.response(choices, usage(outputs, call.silent)))
 
 
-def _with_prompt(plan: Plan, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
+def _with_prompt(call: Call, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
     """The delta. A delta that begins a choice gets the echo of prompt `i` before its text.
 
     output: the prompt's output, with the prompt's log-probabilities; None in streams.
     """
-    if plan.silent:
+    if call.silent:
         nothing = None if delta.logprobs is None else ()
         delta = replace(delta, text="", tokens=(), logprobs=nothing, offsets=())
-    if plan.echoes is None or not delta.first:
+    if call.echoes is None or not delta.first:
         return delta
-    echo, logprobs, offsets = plan.echoes[i], delta.logprobs, delta.offsets
+    echo, logprobs, offsets = call.echoes[i], delta.logprobs, delta.offsets
     if logprobs is not None:
         assert output and output.prompt_logprobs is not None, "echo requests them"
-        assert plan.offsets is not None
+        assert call.offsets is not None
         logprobs = [*output.prompt_logprobs, *logprobs]
-        offsets = [*plan.offsets[i], *(len(echo) + at for at in offsets)]
-    tokens = [*plan.prompts[i], *delta.tokens]
+        offsets = [*call.offsets[i], *(len(echo) + at for at in offsets)]
+    tokens = [*call.prompts[i], *delta.tokens]
     return replace(delta, text=echo + delta.text, tokens=tokens, logprobs=logprobs, offsets=offsets)
 
 
@@ -155,17 +155,17 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + dumps(content) + b"\n\n"
 
 
-async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
+async def _events(call: Call, generation: Generation) -> AsyncIterator[bytes]:
     """A chunk for each delta, and a last chunk with the usage if that was requested."""
-    options = plan.body.stream_options
+    options = call.body.stream_options
     counts = bool(options and options.include_usage)
     not_yet: dict[str, Any] = {"usage": None} if counts else {}
     async for deltas in generation.deltas():
-        whole = (_with_prompt(plan, delta.index // plan.sampling.n, delta) for delta in deltas)
-        chunks = (plan.format.event([plan.format.streamed(delta)], **not_yet) for delta in whole)
+        whole = (_with_prompt(call, delta.index // call.sampling.n, delta) for delta in deltas)
+        chunks = (call.format.event([call.format.streamed(delta)], **not_yet) for delta in whole)
         yield b"".join(map(_event, chunks))
     if counts:
-        yield _event(plan.format.event([], usage=usage(generation.outputs, plan.silent)))
+        yield _event(call.format.event([], usage=usage(generation.outputs, call.silent)))
 
 
 @asynccontextmanager

@@ -194,13 +194,8 @@ class CostModel:
         rate = self.assumed.pcie * self.machine.pcie
         return copies * self.assumed.copy_start_s + bytes_ / rate
 
-    def block_copies_s(self, bytes_: float) -> float:
-        """Seconds of one launch that copies `bytes_` within the device's memory."""
-        rate = self.fitted.memory * self.machine.bandwidth
-        return self.fitted.start_s + 2 * bytes_ / rate
-
-    def sgmv_s(self, pages_bytes: float, activation_bytes: float) -> float:
-        """Seconds of one SGMV launch over adapters' pages (Punica §4): bound by memory traffic, at
-        the products' share of the bandwidth."""
-        rate = self.fitted.memory * self.machine.bandwidth
-        return self.fitted.start_s + (pages_bytes + activation_bytes) / rate
+    def launch_s(self, bytes_: float) -> float:
+        """Seconds of one launch that reads and writes `bytes_` in all, at the products' share of
+        the bandwidth: copies within the device's memory, and SGMV over adapters' pages (Punica
+        §4)."""
+        return self.fitted.start_s + bytes_ / (self.fitted.memory * self.machine.bandwidth)

@@ -101,31 +101,45 @@ class SimulatedExecutor:
 
     @property
     def takes_runs(self) -> bool:
-        """See `paged.decode_runs.RunningExecutor`, also for the next six members."""
+        """Whether times and tokens of several decode steps can be computed in advance."""
         return self._recorded is None and hasattr(self._cost, "decodes_s")
 
     @property
     def device_free_s(self) -> float:
+        """End of the last dispatched step, in seconds."""
         return self._device_free_s
 
     def decode_times(
         self, slots: np.ndarray, contexts: np.ndarray, adapters: np.ndarray
     ) -> np.ndarray:
+        """Seconds [k] of k steps that each compute one token of every row.
+
+        slots: [n] slots of the rows.
+        contexts: [k, n] computed tokens of each row after the step.
+        adapters: [n] adapter slots, -1 for none.
+        """
         if self._pages is None or not hasattr(self._cost, "holding_s"):
             return self._cost.decodes_s(contexts, adapters)
         return self._cost.decodes_s(contexts, adapters, self._pages.kept(slots, contexts))
 
     def report(self) -> Any:
+        """The report of the policy's simulated device half on the last computed step; None if it
+        reports nothing."""
         return self._pages.report() if self._pages else None
 
     def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Advance the policy's simulated device half by a step that computes one token of each of
+        `slots` [n], up to `num_tokens` [n] tokens."""
         assert self._pages
         self._pages.compute(slots, num_tokens, np.zeros(len(slots), bool))
 
     def decoded(self, seeds: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+        """Tokens [k, n] that rows sample at these contexts [k, n]. seeds: [n]."""
         return self._made_up(seeds, contexts)
 
     def run_decodes(self, num_steps: int, free_s: float, tokens: np.ndarray) -> "_SimulatedOutputs":
+        """Count `num_steps` more steps as dispatched. Returns the outputs of the last one, which
+        ends at `free_s` and samples tokens [1, n]."""
         self._num_steps += num_steps
         self._device_free_s = free_s
         report = self.report()

@@ -74,7 +74,7 @@ def adapters_s(costs: CostModel, model: ShardedModel, pages: int, tokens: int) -
     seconds = 0.0
     for fan_in, fan_out in projections(model):
         ranks = tokens * of_ranks  # bytes between the two launches, if an adapter has one page
-        seconds += costs.sgmv_s(pages * of_ranks * fan_in, tokens * ITEMSIZE * fan_in + ranks)
+        seconds += costs.launch_s(pages * of_ranks * fan_in + tokens * ITEMSIZE * fan_in + ranks)
         expanded = 2 * tokens * ITEMSIZE * fan_out + ranks
-        seconds += costs.sgmv_s(pages * of_ranks * fan_out, expanded)
+        seconds += costs.launch_s(pages * of_ranks * fan_out + expanded)
     return seconds

@@ -181,7 +181,7 @@ class StepCost:
         if not any(units.values()):
             return 0.0
         bytes_ = sum(self.pools[pool].unit_bytes * count for pool, count in units.items())
-        return self.costs.block_copies_s(bytes_ / self.model.num_shards)
+        return self.costs.launch_s(2 * bytes_ / self.model.num_shards)
 
     def _swap_s(self, pool: Pool, units: int) -> float:
         """Seconds to swap `units` units. If `Layout.swap_copies` is 0, units move in padded calls
@@ -191,7 +191,7 @@ class StepCost:
         if of_unit := self.layout.swap_copies:
             return self.costs.copies_s(of_unit * units, units * unit_bytes)
         calls, moved = -(-units // pool.units_per_call), pool.units_per_call * unit_bytes
-        return calls * (self.costs.block_copies_s(moved) + self.costs.copies_s(1, moved))
+        return calls * (self.costs.launch_s(2 * moved) + self.costs.copies_s(1, moved))
 
     def attention_s(self, contexts: np.ndarray, new_tokens: np.ndarray, held=None):
         """Seconds of attention in all layers. The arguments, and the result's leading axes, are as

@@ -15,14 +15,17 @@ from experiments.lib import cluster_report
 from experiments.lib.cluster_report import Sample
 from experiments.serve_cluster import ClusterFlags
 from paged.cluster.cluster import Arrival, Cluster
-from paged.cluster.scheduler import Limits
 from paged.cluster.simulated import SimulatedCluster
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
+<<<<<<< HEAD
 from tests.experiments.conftest import interrupted
 from tests.paged.cluster.toy_runner import ToyRunner
+=======
+from tests.paged.cluster.test_cluster import SteppedRunner
+>>>>>>> h-rooms
 from tests.paged.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +94,7 @@ def samples(*batches: tuple[int, int]) -> list[Sample]:
 
 def test_numbers_of_a_run():
     config = EngineConfig(max_num_seqs=8, max_model_len=64)
-    cluster = Cluster({"a": ToyRunner(Limits.of(config))}, TINY, config)
+    cluster = Cluster({"a": SteppedRunner(config)}, TINY, config)
     taken = samples((0, 0), (0, 4), (2, 8), (4, 8), (0, 8), (0, 0))
     numbers = cluster_report.summary(cluster, taken, 8)
     assert numbers["mean_busy_gpus"] == 6 / 6 and numbers["max_busy_gpus"] == 2

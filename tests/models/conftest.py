@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-GOLDEN = Path(__file__).parent / "golden"
+from tests.models.goldens import GOLDEN
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from models import checkpoint
 from models.families import family
@@ -25,6 +26,13 @@ def golden(case):
     config, loaded = checkpoint.load(GOLDEN / case, "float32")
     with np.load(GOLDEN / case / "expected.npz") as expected:
         return config, loaded, expected["tokens"], expected["logits"]
+
+
+def edit_tensors(folder: Path, edit, name: str = "model.safetensors") -> None:
+    """Rewrite a file of tensors after `edit` has changed their dict."""
+    tensors = load_file(folder / name)
+    edit(tensors)
+    save_file(tensors, folder / name)
 
 
 @dataclass(frozen=True)

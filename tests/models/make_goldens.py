@@ -40,12 +40,15 @@ SMALL = {
     "tie_word_embeddings": False,
 }
 MHA = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+NO_HEAD_DIM = {k: v for k, v in SMALL.items() if k != "head_dim"}
+LLAMA = SMALL | {"model_type": "llama"}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {"short_factor": [1.0, 1.5, 3.0], "long_factor": [9.0] * 3}
 OPT = {
     "model_type": "opt",
     "vocab_size": 61,
@@ -72,130 +75,63 @@ GPT2 = {
     "eos_token_id": 60,
     "activation_function": "gelu_new",
 }
-# name -> (config.json without its architecture, dtype of the file, bytes per shard)
-CASES: dict[str, tuple[dict[str, Any], torch.dtype, int | None]] = {
+# name -> config.json without its architecture
+CASES: dict[str, dict[str, Any]] = {
     # As Llama 1 and 2 were published: no KV heads, no head dim, no RoPE fields.
-    "llama_mha": (MHA | {"model_type": "llama"}, torch.float32, None),
-    "llama_gqa_tied": (
-        SMALL | {"model_type": "llama", "tie_word_embeddings": True, "eos_token_id": [2, 5]},
-        torch.float32,
-        None,
-    ),
+    "llama_mha": MHA | {"model_type": "llama"},
+    "llama_gqa_tied": LLAMA | {"tie_word_embeddings": True, "eos_token_id": [2, 5]},
     # theta 100: wavelengths on both sides of the band that llama3 blends, and inside it.
-    "llama_rope_llama3": (
-        SMALL
-        | {"model_type": "llama", "head_dim": 16, "rope_theta": 100.0}
-        | {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-        torch.float16,
-        None,
-    ),
-    "llama_rope_parameters": (
-        SMALL
-        | {"model_type": "llama"}
-        | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 50.0, **LLAMA3}},
-        torch.float16,
-        None,
-    ),
-    "llama_rope_linear": (
-        SMALL | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
-        torch.float16,
-        None,
-    ),
-    "llama_head_dim": (
-        SMALL | {"model_type": "llama", "head_dim": 12, "rope_theta": 500_000.0},
-        torch.float16,
-        None,
-    ),
-    "llama_bf16": (SMALL | {"model_type": "llama"}, torch.bfloat16, None),
-    "mistral_window": (
-        SMALL | {"model_type": "mistral", "sliding_window": 7},
-        torch.float16,
-        None,
-    ),
-    "mistral_full": (
-        SMALL | {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
-        torch.float16,
-        None,
-    ),
-    "qwen2": (
-        {k: v for k, v in SMALL.items() if k != "head_dim"}
-        | {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
-        | {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0},
-        torch.float32,
-        None,
-    ),
-    "qwen2_window": (
-        SMALL
-        | {"model_type": "qwen2", "head_dim": 6}
-        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
-        torch.float16,
-        None,
-    ),
-    "qwen3_sharded": (
-        SMALL | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6},
-        torch.bfloat16,
-        12_000,
-    ),
-    "opt": (OPT, torch.float32, None),
+    "llama_rope_llama3": LLAMA
+    | {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "llama_rope_parameters": LLAMA
+    | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 50.0, **LLAMA3}},
+    "llama_rope_linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama_head_dim": LLAMA | {"head_dim": 12, "rope_theta": 500_000.0},
+    "llama_bf16": LLAMA,
+    "mistral_window": SMALL | {"model_type": "mistral", "sliding_window": 7},
+    "mistral_full": SMALL | {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
+    "qwen2": NO_HEAD_DIM
+    | {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
+    | {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0},
+    "qwen2_window": SMALL
+    | {"model_type": "qwen2", "head_dim": 6}
+    | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    "qwen3_sharded": SMALL | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6},
+    "opt": OPT,
     # As opt-350m: norms after the sums, none at the end, and narrow embeddings.
-    "opt_350m": (
-        OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
-        torch.float16,
-        None,
-    ),
-    "opt_no_final_norm": (
-        OPT
-        | {"_remove_final_layer_norm": True, "activation_function": "gelu"}
-        | {"tie_word_embeddings": False, "max_position_embeddings": LENGTH},
-        torch.float16,
-        None,
-    ),
-    "opt_silu": (OPT | {"activation_function": "silu"}, torch.bfloat16, 12_000),
-    "gpt2": (GPT2 | {"layer_norm_epsilon": 1e-5}, torch.float32, None),
-    "gpt2_untied": (
-        GPT2
-        | {"n_inner": 40, "layer_norm_epsilon": 1e-2, "tie_word_embeddings": False}
-        | {"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True},
-        torch.float16,
-        None,
-    ),
-    "gpt2_relu": (GPT2 | {"activation_function": "relu", "n_head": 3}, torch.float16, None),
-    "qwen3_layers": (
-        SMALL
-        | {"model_type": "qwen3", "use_sliding_window": True}
-        | {"sliding_window": 6, "max_window_layers": 1},
-        torch.float16,
-        None,
-    ),
-    "phi3": (
-        {k: v for k, v in SMALL.items() if k != "head_dim"}
-        | {"model_type": "phi3", "sliding_window": 7, "pad_token_id": 0},
-        torch.float16,
-        None,
-    ),
-    "phi3_longrope": (
-        MHA
-        | {"model_type": "phi3", "pad_token_id": 0, "max_position_embeddings": 512}
-        | {"original_max_position_embeddings": 64}
-        | {
-            "rope_scaling": {
-                "type": "longrope",
-                "short_factor": [1.0, 1.5, 3.0],
-                "long_factor": [9.0] * 3,
-            }
-        },
-        torch.float16,
-        None,
-    ),
-    "gemma2": (
-        SMALL
-        | {"model_type": "gemma2", "num_hidden_layers": 3, "tie_word_embeddings": True}
-        | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 12}
-        | {"sliding_window": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
-        torch.float16,
-        None,
-    ),
+    "opt_350m": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    "opt_no_final_norm": OPT
+    | {"_remove_final_layer_norm": True, "activation_function": "gelu"}
+    | {"tie_word_embeddings": False, "max_position_embeddings": LENGTH},
+    "opt_silu": OPT | {"activation_function": "silu"},
+    "gpt2": GPT2 | {"layer_norm_epsilon": 1e-5},
+    "gpt2_untied": GPT2
+    | {"n_inner": 40, "layer_norm_epsilon": 1e-2, "tie_word_embeddings": False}
+    | {"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True},
+    "gpt2_relu": GPT2 | {"activation_function": "relu", "n_head": 3},
+    "qwen3_layers": SMALL
+    | {"model_type": "qwen3", "use_sliding_window": True}
+    | {"sliding_window": 6, "max_window_layers": 1},
+    "phi3": NO_HEAD_DIM | {"model_type": "phi3", "sliding_window": 7, "pad_token_id": 0},
+    "phi3_longrope": MHA
+    | {"model_type": "phi3", "pad_token_id": 0, "max_position_embeddings": 512}
+    | {"original_max_position_embeddings": 64}
+    | {
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5, 3.0],
+            "long_factor": [9.0] * 3,
+        }
+    },
+    "gemma2": SMALL
+    | {"model_type": "gemma2", "num_hidden_layers": 3, "tie_word_embeddings": True}
+    | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 12}
+    | {"sliding_window": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
 }
+# Dtype of the file, where it is not float16.
+DTYPES = dict.fromkeys(("llama_mha", "llama_gqa_tied", "qwen2", "opt", "gpt2"), torch.float32)
+DTYPES |= dict.fromkeys(("llama_bf16", "qwen3_sharded", "opt_silu"), torch.bfloat16)
+SHARD_BYTES = {"qwen3_sharded": 12_000, "opt_silu": 12_000}  # others have one file
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
@@ -224,12 +160,14 @@ def expected(folder: Path, tokens: list[int], start: int = 0) -> np.ndarray:
         return model.eval()(torch.tensor([tokens]), position_ids=positions).logits[0].numpy()
 
 
+def write_golden(folder: Path, name: str, seed: int) -> None:
+    """The random model of a case."""
+    dtype = DTYPES.get(name, torch.float16)
+    write_checkpoint(folder, CASES[name], seed, dtype, SHARD_BYTES.get(name))
+
+
 def write_checkpoint(
-    folder: Path,
-    config: dict[str, Any],
-    seed: int,
-    dtype=torch.float32,
-    shard_size: int | None = None,
+    folder: Path, config: dict[str, Any], seed: int, dtype=torch.float32, shard_size=None
 ) -> None:
     """A random model of `config`, a config.json without its architecture, as people publish it.
 
@@ -248,11 +186,10 @@ def write_checkpoint(
 
 
 def write_case(name: str, seed: int) -> None:
-    config, dtype, shard_size = CASES[name]
     folder = GOLDEN / name
     shutil.rmtree(folder, ignore_errors=True)
-    write_checkpoint(folder, config, seed, dtype, shard_size)
-    tokens = np.random.default_rng(seed).integers(0, config["vocab_size"], LENGTH)
+    write_golden(folder, name, seed)
+    tokens = np.random.default_rng(seed).integers(0, CASES[name]["vocab_size"], LENGTH)
     logits = expected(folder, tokens.tolist())
     np.savez(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=logits)
     print(f"{name:24} logits within [{logits.min():.2f}, {logits.max():.2f}]")

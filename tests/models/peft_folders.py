@@ -1,5 +1,6 @@
 """Random adapters in PEFT's format, and checkpoints with one in their weights, by PEFT's rules."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from models.config import ModelConfig
 from models.families import family
+from tests.models.goldens import edit_tensors
 
 
 def modules(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -56,12 +58,7 @@ def write(folder: Path, model: ModelConfig, rank=8, seed=0, size=1.0, targets=No
     return folder
 
 
-def edit(folder: Path, change) -> None:
-    """Rewrite an adapter's file of tensors after `change` has edited their dict."""
-    path = folder / "adapter_model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
+edit = functools.partial(edit_tensors, name="adapter_model.safetensors")
 
 
 def merged(checkpoint: Path, adapter: Path, model: ModelConfig) -> dict[str, np.ndarray]:

@@ -10,21 +10,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from models import checkpoint, params
 from models.config import RopeScaling
 from models.families import family
 from models.hub import weight_files
-from tests.models.goldens import CASES, GOLDEN
+from tests.models.goldens import CASES, GOLDEN, edit_tensors
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-
-
-def edit_tensors(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def assert_same(a, b):

@@ -8,30 +8,15 @@ from tests.models.config_json import LINEAR, LLAMA3, SHORT_LLAMA3, hf
 
 # As published on the Hugging Face hub, without the fields that change nothing.
 PUBLISHED = {
-    "huggyllama/llama-7b": (
-        {
-            "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
-            "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
-            "max_position_embeddings": 2048, "max_sequence_length": 2048, "model_type": "llama",
-            "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": 0,
-            "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "torch_dtype": "float16",
-            "vocab_size": 32000,
-        },
-        ModelConfig(
-            "llama", 32000, 4096, 11008, 32, 32, 32, 128, 2048, 1e-6, 10_000.0,
-            bos_token_id=1, eos_token_ids=(2,),
-        ),
-    ),
     "meta-llama/Llama-3.1-8B-Instruct": (
         {
-            "architectures": ["LlamaForCausalLM"], "attention_bias": False,
-            "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
-            "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-            "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-            "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+            "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
             "rope_scaling": {**LLAMA3, "rope_type": "llama3"}, "rope_theta": 500000.0,
-            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+            "tie_word_embeddings": False, "vocab_size": 128256,
         },
         ModelConfig(
             "llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 500_000.0,
@@ -39,47 +24,16 @@ PUBLISHED = {
             bos_token_id=128000, eos_token_ids=(128001, 128008, 128009),
         ),
     ),
-    "mistralai/Mistral-7B-v0.1": (
-        {
-            "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
-            "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-            "max_position_embeddings": 32768, "model_type": "mistral",
-            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
-            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
-        },
-        ModelConfig(
-            "mistral", 32000, 4096, 14336, 32, 32, 8, 128, 32768, 1e-5, 10_000.0,
-            sliding_window=4096, bos_token_id=1, eos_token_ids=(2,),
-        ),
-    ),
-    "microsoft/Phi-3-mini-4k-instruct": (
-        {
-            "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "bos_token_id": 1,
-            "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
-            "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
-            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-            "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
-            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
-            "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-            "vocab_size": 32064,
-        },
-        ModelConfig(
-            "phi3", 32064, 3072, 8192, 32, 32, 32, 96, 4096, 1e-5, 10_000.0,
-            sliding_window=2047, bos_token_id=1, eos_token_ids=(32000,),
-        ),
-    ),
     "google/gemma-2-2b": (
         {
             "architectures": ["Gemma2ForCausalLM"], "attention_bias": False,
-            "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
-            "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
-            "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192,
-            "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26,
-            "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
-            "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
-            "torch_dtype": "float32", "vocab_size": 256000,
+            "attn_logit_softcapping": 50.0, "bos_token_id": 2, "eos_token_id": 1,
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+            "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2",
+            "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+            "sliding_window": 4096, "vocab_size": 256000,
         },
         ModelConfig(
             "gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-6, 10_000.0,
@@ -88,30 +42,14 @@ PUBLISHED = {
             eos_token_ids=(1,),
         ),
     ),
-    "Qwen/Qwen2.5-0.5B": (
-        {
-            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0,
-            "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
-            "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
-            "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
-            "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
-        },
-        ModelConfig(
-            "qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, 1e-6, 1_000_000.0,
-            qkv_bias=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_ids=(151643,),
-        ),
-    ),
     "Qwen/Qwen3-0.6B": (
         {
-            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False,
-            "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128,
-            "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
-            "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
-            "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
-            "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
+            "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+            "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+            "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
             "use_sliding_window": False, "vocab_size": 151936,
         },
         ModelConfig(
@@ -119,30 +57,13 @@ PUBLISHED = {
             qk_norm=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_ids=(151645,),
         ),
     ),
-    "facebook/opt-125m": (
-        {
-            "_remove_final_layer_norm": False, "activation_dropout": 0.0,
-            "activation_function": "relu", "architectures": ["OPTForCausalLM"],
-            "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before": True,
-            "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 3072, "hidden_size": 768,
-            "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048,
-            "model_type": "opt", "num_attention_heads": 12, "num_hidden_layers": 12,
-            "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16", "vocab_size": 50272,
-            "word_embed_proj_dim": 768,
-        },
-        ModelConfig(
-            "opt", 50272, 768, 3072, 12, 12, 12, 64, 2048, 1e-5, tie_word_embeddings=True,
-            bos_token_id=2, eos_token_ids=(2,), activation="relu",
-        ),
-    ),
     "facebook/opt-350m": (
         {
             "_remove_final_layer_norm": False, "activation_function": "relu",
-            "architectures": ["OPTForCausalLM"], "bos_token_id": 2,
-            "do_layer_norm_before": False, "eos_token_id": 2, "ffn_dim": 4096,
-            "hidden_size": 1024, "max_position_embeddings": 2048, "model_type": "opt",
-            "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 50272,
-            "word_embed_proj_dim": 512,
+            "architectures": ["OPTForCausalLM"], "bos_token_id": 2, "do_layer_norm_before": False,
+            "eos_token_id": 2, "ffn_dim": 4096, "hidden_size": 1024,
+            "max_position_embeddings": 2048, "model_type": "opt", "num_attention_heads": 16,
+            "num_hidden_layers": 24, "vocab_size": 50272, "word_embed_proj_dim": 512,
         },
         ModelConfig(
             "opt", 50272, 1024, 4096, 24, 16, 16, 64, 2048, 1e-5, tie_word_embeddings=True,
@@ -153,12 +74,9 @@ PUBLISHED = {
     "openai-community/gpt2": (
         {
             "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
-            "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
-            "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
-            "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-            "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
-            "summary_proj_to_labels": True, "summary_type": "cls_index",
-            "summary_use_proj": True, "vocab_size": 50257,
+            "bos_token_id": 50256, "eos_token_id": 50256, "layer_norm_epsilon": 1e-05,
+            "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+            "vocab_size": 50257,
         },
         ModelConfig(
             "gpt2", 50257, 768, 3072, 12, 12, 12, 64, 1024, 1e-5, tie_word_embeddings=True,
@@ -204,7 +122,11 @@ def test_published_models(published, config):
     ],
 )  # fmt: skip
 def test_optional_fields(fields, expected):
-    config = from_hf(hf(**fields))
+    check("llama", fields, expected)
+
+
+def check(model_type, fields, expected):
+    config = from_hf(hf(model_type, **fields))
     assert {field: getattr(config, field) for field in expected} == expected
     assert from_hf(to_hf(config)) == config
 
@@ -245,9 +167,7 @@ def test_optional_fields(fields, expected):
     ],
 )  # fmt: skip
 def test_learned_positions(model_type, fields, expected):
-    config = from_hf(hf(model_type, **fields))
-    assert {field: getattr(config, field) for field in expected} == expected
-    assert from_hf(to_hf(config)) == config
+    check(model_type, fields, expected)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +194,7 @@ def test_learned_positions(model_type, fields, expected):
     ],
 )  # fmt: skip
 def test_sliding_window(model_type, fields, window):
-    config = from_hf(hf(model_type, **fields))
-    assert config.sliding_window == window
-    assert config.full_layers == ()
-    assert from_hf(to_hf(config)) == config
+    check(model_type, fields, {"sliding_window": window, "full_layers": ()})
 
 
 @pytest.mark.parametrize(
@@ -304,12 +221,3 @@ def test_longrope_serves_the_original_context_with_short_factors():
     assert config.rope_scaling is not None and config.rope_scaling.factors == tuple(short)
     assert config.rope_scaling.factor == pytest.approx((1 + 2 / 5) ** 0.5)  # 128 is 32 four times
     assert from_hf(to_hf(config)) == config
-
-
-def test_families():
-    configs = {name: from_hf(hf(name)) for name in ("llama", "mistral", "qwen2", "qwen3")}
-    assert [name for name, config in configs.items() if config.qkv_bias] == ["qwen2"]
-    assert [name for name, config in configs.items() if config.qk_norm] == ["qwen3"]
-    assert {name: config.head_dim for name, config in configs.items()} == {
-        "llama": 8, "mistral": 8, "qwen2": 8, "qwen3": 128,
-    }  # fmt: skip

@@ -111,13 +111,3 @@ def test_a_field_of_two_names_has_one_value(kind, alias, field):
     message = f"{field} {value} and {alias} 7 are one and differ"
     with pytest.raises(ValueError, match=re.escape(message)):
         from_hf(base | {field: value, alias: 7})
-
-
-def test_a_window_that_only_transformers_cache_would_have():
-    with pytest.raises(ValueError, match="sliding_window 9 is not supported for llama"):
-        from_hf(hf(sliding_window=9))
-    for kind in ("opt", "gpt2"):
-        with pytest.raises(ValueError, match="layer_types"):
-            from_hf(hf(kind, layer_types=["sliding_attention"] * 2))
-    with pytest.raises(ValueError, match="rope_theta is missing or null"):
-        from_hf(hf(rope_parameters={"rope_theta": None}))

@@ -41,6 +41,7 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
     assert len(traced) == 2  # once in each form, however many layers there are
 
 
+@pytest.mark.slow  # 25 models compile, and goldens change rarely
 @pytest.mark.parametrize(
     "case, change",
     [

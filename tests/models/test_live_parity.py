@@ -41,15 +41,9 @@ def llamas(draw):
         "tie_word_embeddings": draw(st.booleans()),
     }
     theta = draw(st.sampled_from([100.0, 10_000.0, 500_000.0]))
-    scaling = draw(
-        st.sampled_from(
-            [
-                None,
-                {"rope_type": "linear", "factor": 4.0},
-                {"rope_type": "llama3", **make_goldens.LLAMA3},
-            ]
-        )
-    )
+    linear = {"rope_type": "linear", "factor": 4.0}
+    llama3 = {"rope_type": "llama3", **make_goldens.LLAMA3}
+    scaling = draw(st.sampled_from([None, linear, llama3]))
     if scaling and draw(st.booleans()):  # as transformers 5 writes it, and as 4 did
         config["rope_parameters"] = {"rope_theta": theta, **scaling}
     else:
@@ -120,10 +114,9 @@ def compare(folder, seed, vocab_size, length, start=0):
 @settings(max_examples=3, deadline=None)
 @given(seed=SEEDS)
 def test_golden_configurations_with_fresh_weights(case, seed):
-    config, dtype, shard_size = make_goldens.CASES[case]
     with tempfile.TemporaryDirectory() as folder:
-        make_goldens.write_checkpoint(Path(folder), config, seed, dtype, shard_size)
-        compare(folder, seed, config["vocab_size"], make_goldens.LENGTH)
+        make_goldens.write_golden(Path(folder), case, seed)
+        compare(folder, seed, make_goldens.CASES[case]["vocab_size"], make_goldens.LENGTH)
 
 
 @pytest.mark.parametrize("family", [llamas, opts, gpt2s])

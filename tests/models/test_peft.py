@@ -18,6 +18,7 @@ from tests.models.goldens import ADAPTER_CASES, GOLDEN, adapter_golden, golden, 
 from tests.models.peft_folders import edit, tensor
 from tests.paged.tiny import TINY
 
+LLAMA = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
 ATTENTION = ["q_proj", "v_proj"]
 Q1 = "model.layers.1.self_attn.q_proj"
 # checkpoint, what is unlike an adapter of rank 8 on all modules
@@ -57,19 +58,17 @@ def test_an_adapter_computes_what_a_merged_checkpoint_does(case, tmp_path):
 
 
 def test_the_hash_is_that_of_the_content(tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
     first, again = (
-        peft.load(peft_folders.write(tmp_path / name, config), config)[1] for name in "ab"
+        peft.load(peft_folders.write(tmp_path / name, LLAMA), LLAMA)[1] for name in "ab"
     )
     assert first == again
-    other = peft.load(peft_folders.write(tmp_path / "a", config, seed=1), config)[1]
-    scaled = peft.load(peft_folders.write(tmp_path / "b", config, lora_alpha=9), config)[1]
+    other = peft.load(peft_folders.write(tmp_path / "a", LLAMA, seed=1), LLAMA)[1]
+    scaled = peft.load(peft_folders.write(tmp_path / "b", LLAMA, lora_alpha=9), LLAMA)[1]
     assert len({first, other, scaled}) == 3
 
 
 def test_pages_hold_all_ranks_and_zeros():
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    declared = lora.declare(config)
+    declared = lora.declare(LLAMA)
     rng = np.random.default_rng(0)
     _, _, width = declared["wq"]["a"].shape
     _, _, fan_out = declared["wq"]["b"].shape
@@ -78,7 +77,7 @@ def test_pages_hold_all_ranks_and_zeros():
     ]
     adapter = lora.Lora({"wq": [pairs[0], pairs[1]], "wk": [None, None]})
     assert lora.num_pages(adapter.rank) == 2
-    pages = [lora.page(adapter, config, number, "float32") for number in range(2)]
+    pages = [lora.page(adapter, LLAMA, number, "float32") for number in range(2)]
     assert all(page.keys() == {"wq"} for page in pages)
     for which, key in enumerate(("a", "b")):
         together = np.concatenate([page["wq"][key] for page in pages], axis=1)
@@ -88,45 +87,37 @@ def test_pages_hold_all_ranks_and_zeros():
             assert not together[layer, ranks:].any()
 
 
+def without(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def with_content(name: str, text: str):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def with_tensor(which: str, value: np.ndarray):
+    return lambda folder: edit(folder, lambda tensors: tensors.update({tensor(Q1, which): value}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
-        (lambda folder: shutil.rmtree(folder), "there is no folder"),
-        (lambda folder: (folder / "adapter_config.json").unlink(), "config.json is missing"),
-        (lambda folder: (folder / "adapter_config.json").write_text("["), "adapter_config.json: "),
-        (
-            lambda folder: (folder / "adapter_config.json").write_text("{}"),
-            "peft_type None is not supported",
-        ),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safetensors is missing"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "is damaged"),
-        (
-            lambda folder: edit(
-                folder, lambda tensors: tensors[tensor(Q1, "B")].fill(np.inf)
-            ),
-            "q_proj B has values that are NaN or infinite",
-        ),
-        (
-            lambda folder: edit(
-                folder,
-                lambda tensors: tensors.update({tensor(Q1, "A"): np.zeros((8, 24), np.int32)}),
-            ),
-            "has dtype I32",
-        ),
-        (
-            lambda folder: edit(
-                folder, lambda tensors: tensors.update({tensor(Q1, "magnitude"): np.zeros(1)})
-            ),
-            "lora_magnitude.weight is of no module",
-        ),
+        (shutil.rmtree, "there is no folder"),
+        (without(peft.CONFIG), "config.json is missing"),
+        (with_content(peft.CONFIG, "["), "adapter_config.json: "),
+        (with_content(peft.CONFIG, "{}"), "peft_type None is not supported"),
+        (without(peft.WEIGHTS), "safetensors is missing"),
+        (with_content(peft.WEIGHTS, "x"), "is damaged"),
+        (with_tensor("B", np.full((32, 8), np.inf)), "q_proj B has values that are NaN or infin"),
+        (with_tensor("A", np.zeros((8, 24), np.int32)), "has dtype I32"),
+        (with_tensor("magnitude", np.zeros(1)), "lora_magnitude.weight is of no module"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_folder_is_refused(spoil, error, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path / "adapter", config)
+    folder = peft_folders.write(tmp_path / "adapter", LLAMA)
     spoil(folder)
     with pytest.raises(ValueError, match=error):
-        peft.load(folder, config)
+        peft.load(folder, LLAMA)
 
 
 def unreadable(folder: Path) -> Path:
@@ -146,34 +137,30 @@ def unreadable(folder: Path) -> Path:
     ],
 )
 def test_what_is_no_folder_is_refused(given, error, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = given(peft_folders.write(tmp_path / "adapter", config))
+    folder = given(peft_folders.write(tmp_path / "adapter", LLAMA))
     with pytest.raises(ValueError, match=error) as raised:
-        peft.load(folder, config)
+        peft.load(folder, LLAMA)
     assert len(str(raised.value)) < 1_000
 
 
 def test_values_beyond_the_dtype_that_serves_are_refused(tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=["q_proj"], lora_alpha=1e6, size=10)
+    folder = peft_folders.write(tmp_path, LLAMA, targets=["q_proj"], lora_alpha=1e6, size=10)
     for dtype in ("float32", "bfloat16"):
-        peft.load(folder, config, dtype)
+        peft.load(folder, LLAMA, dtype)
     with pytest.raises(ValueError, match=r"q_proj scaled B has values of up to .* beyond float16"):
-        peft.load(folder, config, "float16")
+        peft.load(folder, LLAMA, "float16")
 
 
 def test_a_scale_that_leaves_float32_is_refused(tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, lora_alpha=1e38, size=1e3)
+    folder = peft_folders.write(tmp_path, LLAMA, lora_alpha=1e38, size=1e3)
     with pytest.raises(ValueError, match="scaled B has values that are NaN or infinite"):
-        peft.load(folder, config)
+        peft.load(folder, LLAMA)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config.replace(hidden_size=48), targets=ATTENTION)
+    folder = peft_folders.write(tmp_path, LLAMA.replace(hidden_size=48), targets=ATTENTION)
     with pytest.raises(ValueError, match=r"the model and adapter_config.json .* ask for"):
-        peft.load(folder, config)
+        peft.load(folder, LLAMA)
     with pytest.raises(ValueError, match="no projection of a layer; allowed: c_attn, c_fc, c_proj"):
         peft.load(folder, checkpoint.load_config(GOLDEN / "gpt2"))
 
@@ -257,11 +244,10 @@ def test_what_is_saved_loads_again(source, targets, layers, tmp_path):
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
     ranks = {Q1: 3}
-    written = peft_folders.write(tmp_path / "a", config, ranks=ranks, rank_pattern=ranks)
+    written = peft_folders.write(tmp_path / "a", LLAMA, ranks=ranks, rank_pattern=ranks)
     with pytest.raises(ValueError, match="q_proj has rank 3, but another module has rank 8"):
-        peft.save(tmp_path / "b", peft.load(written, config)[0], config)
+        peft.save(tmp_path / "b", peft.load(written, LLAMA)[0], LLAMA)
     gpt2 = checkpoint.load_config(GOLDEN / "gpt2")
     fused = peft.load(peft_folders.write(tmp_path / "c", gpt2), gpt2)[0].weights
     doubled: list[lora.Pair | None] = [(2 * pair[0], pair[1]) for pair in fused["wk"] if pair]

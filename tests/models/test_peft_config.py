@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models import checkpoint, peft, peft_config
+from models import peft, peft_config
 from tests.models import peft_folders
-from tests.models.goldens import GOLDEN
 from tests.models.peft_folders import edit
-from tests.models.test_peft import ATTENTION, Q1
+from tests.models.test_peft import ATTENTION, LLAMA, Q1
 
 
 @pytest.mark.parametrize(
@@ -24,9 +23,8 @@ from tests.models.test_peft import ATTENTION, Q1
     ],
 )
 def test_ways_to_name_the_same_modules(given, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, **given)
-    adapter, _ = peft.load(folder, config)
+    folder = peft_folders.write(tmp_path, LLAMA, targets=ATTENTION, **given)
+    adapter, _ = peft.load(folder, LLAMA)
     assert adapter.weights.keys() == {"wq", "wv"}
 
 
@@ -40,18 +38,16 @@ def test_ways_to_name_the_same_modules(given, tmp_path):
     ],
 )
 def test_ways_to_name_the_same_layers(given, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=["q_proj"], **given)
+    folder = peft_folders.write(tmp_path, LLAMA, targets=["q_proj"], **given)
     edit(folder, lambda tensors: [tensors.pop(n) for n in [*tensors] if ".layers.0." in n])
-    adapter, _ = peft.load(folder, config)
+    adapter, _ = peft.load(folder, LLAMA)
     assert [pair is None for pair in adapter.weights["wq"]] == [True, False]
 
 
 @pytest.mark.parametrize("alpha", [0, -3.5])
 def test_an_adapter_may_be_weighed_by_nothing_or_less(alpha, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
     found = [
-        peft.load(peft_folders.write(tmp_path, config, targets=["q_proj"], **how), config)[0]
+        peft.load(peft_folders.write(tmp_path, LLAMA, targets=["q_proj"], **how), LLAMA)[0]
         for how in ({"lora_alpha": 1}, {"lora_alpha": alpha}, {"alpha_pattern": {"q_proj": alpha}})
     ]
     (unit, *weighed) = (adapter.weights["wq"][0] for adapter in found)
@@ -76,18 +72,16 @@ HUGE = "(((a{1000}){1000}){1000}){1000}"  # `regex` would write it out
 )
 def test_an_expression_that_takes_for_ever_is_refused(field, given, tmp_path, monkeypatch):
     monkeypatch.setattr(peft_config, "MATCHING_S", 0.1)
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
     more = {"layers_to_transform": 1} if field == "layers_pattern" else {}
-    folder = peft_folders.write(tmp_path, config, **{field: given}, **more)
+    folder = peft_folders.write(tmp_path, LLAMA, **{field: given}, **more)
     with pytest.raises(ValueError, match=r"expressions take more than 0\.1 seconds, as does '"):
-        peft.load(folder, config)
+        peft.load(folder, LLAMA)
 
 
 def test_layers_may_be_left_out(tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, layers_to_transform=1)
+    folder = peft_folders.write(tmp_path, LLAMA, targets=ATTENTION, layers_to_transform=1)
     edit(folder, lambda tensors: [tensors.pop(n) for n in [*tensors] if ".layers.0." in n])
-    adapter, _ = peft.load(folder, config)
+    adapter, _ = peft.load(folder, LLAMA)
     assert adapter.weights["wq"][0] is None
     assert adapter.rank_of("wq") == adapter.rank == 8
     assert adapter.rank_of("wo") == 0
@@ -111,10 +105,7 @@ def test_layers_may_be_left_out(tmp_path):
         ({"from_next_year": 1}, "from_next_year 1 is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"target_modules": ["q_proj", "qproj"]}, "target_modules 'qproj' is no projection"),
-        (
-            {"target_modules": ["q_proj", "lm_head"]},
-            "'lm_head' names lm_head, which is no projection of a layer; allowed: down_proj, gate",
-        ),
+        ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' names lm_head, which is no"),
         ({"target_modules": ".*(q_proj|embed_tokens)"}, "names model.embed_tokens, which is no"),
         ({"target_modules": "("}, "is no regular expression"),
         ({"target_modules": None}, "target_modules must be a text or a list of texts, not None"),
@@ -124,10 +115,7 @@ def test_layers_may_be_left_out(tmp_path):
         ({"r": "8"}, "r must be an integer"),
         ({"lora_alpha": None}, "lora_alpha is missing or null"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number that float32 holds, not '8'"),
-        (
-            {"alpha_pattern": {"q_proj": 1e39}},
-            "alpha_pattern: q_proj must be a number that float32",
-        ),
+        ({"alpha_pattern": {"q_proj": 1e39}}, "alpha_pattern: q_proj must be a number that"),
         ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern: q_proj must be an integer"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern must map names to numbers"),
         ({"alpha_pattern": {"*": 2}}, "alpha_pattern .*is no regular expression"),
@@ -145,17 +133,15 @@ def test_layers_may_be_left_out(tmp_path):
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(fields, error, tmp_path):
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION, **fields)
+    folder = peft_folders.write(tmp_path, LLAMA, targets=ATTENTION, **fields)
     with pytest.raises(ValueError, match=error) as raised:
-        peft.load(folder, config)
+        peft.load(folder, LLAMA)
     assert str(tmp_path) in str(raised.value)
 
 
 def test_adapter_config_is_what_peft_writes(tmp_path):
     """The reader's fields are those of a real file, not only of this module."""
-    config = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
-    folder = peft_folders.write(tmp_path, config, targets=ATTENTION)
+    folder = peft_folders.write(tmp_path, LLAMA, targets=ATTENTION)
     path = folder / "adapter_config.json"
     written: dict[str, Any] = {
         "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None,
@@ -172,5 +158,5 @@ def test_adapter_config_is_what_peft_writes(tmp_path):
         "use_qalora": False, "use_rslora": False,
     }  # fmt: skip
     path.write_text(json.dumps(written))
-    adapter, _ = peft.load(folder, config)
+    adapter, _ = peft.load(folder, LLAMA)
     assert adapter.rank == 8

@@ -3,11 +3,10 @@ all policies runs it, and compares its tokens with those of a mask."""
 
 import pytest
 
-from paged.engine import Engine, EngineConfig
+from paged.engine import EngineConfig
 from paged.requests.sampling_params import SamplingParams
-from paged.simulator.executor import SimulatedExecutor
 from tests.paged.kv_cache.policy_suite import CASES, WRITTEN, check_empty, registered
-from tests.paged.tiny import TINY
+from tests.paged.tiny import simulated
 
 (CASE,) = (case for case in CASES if case.name == WRITTEN.NAME)
 
@@ -22,7 +21,7 @@ def policies():
 def test_pages_between_the_sink_and_the_window_are_given_back(multi_step):
     options = WRITTEN.Options(sink=1, local=2)
     config = CASE.engine_config(policy_options=options, multi_step=multi_step)
-    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
+    engine = simulated(config)
     engine.add_request(list(range(3, 33)), SamplingParams(max_tokens=30, ignore_eos=True))
     held = []
     while engine.has_unfinished():

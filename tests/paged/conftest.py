@@ -2,14 +2,9 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from models import llama
-from models.full_attention import causal_attend
-from tests.paged.tiny import TINY, random_params
+from tests.paged.tiny import random_params, recomputed
 
 
 @pytest.fixture(scope="session")
@@ -17,27 +12,10 @@ def tiny_params():
     return random_params()
 
 
-@functools.cache
-def _full_logits(length: int):
-    def run(params, tokens):
-        hidden, _ = llama.forward(
-            params, TINY, tokens, jnp.arange(length), causal_attend(TINY), cache=None
-        )
-        return llama.logits(params, TINY, hidden)
-
-    return jax.jit(run)
-
-
 @pytest.fixture(scope="session")
 def full_logits(tiny_params):
-    """Logits [n, V] of n tokens, 128 at most, computed in one piece."""
-
-    def compute(tokens):
-        padded = np.zeros(128, np.int32)
-        padded[: len(tokens)] = tokens
-        return np.asarray(_full_logits(128)(tiny_params, padded))[: len(tokens)]
-
-    return compute
+    """`recomputed` with the tiny parameters."""
+    return functools.partial(recomputed, tiny_params)
 
 
 @pytest.fixture(scope="session")

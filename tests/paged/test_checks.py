@@ -1,5 +1,6 @@
 """What a user writes into a configuration: its types and its sizes are checked where it is made."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +17,9 @@ A_FLOAT = "a finite number"
 AN_INT = "a whole number"
 
 
-def engine(**values: Any) -> EngineConfig:
-    return EngineConfig(**values)
-
-
-def sampling(**values: Any) -> SamplingParams:
-    return SamplingParams(**values)
-
-
-def workload(**values: Any) -> WorkloadConfig:
-    return WorkloadConfig("sharegpt", **values)
+engine: Any = EngineConfig
+sampling: Any = SamplingParams
+workload: Any = functools.partial(WorkloadConfig, "sharegpt")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from collections import Counter, deque
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from paged.kv_cache.dense import DenseHost
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
-from paged.step_inputs import empty_step_inputs
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate
 from tests.paged.tiny import TINY
 from tests.paged.twin_cases import ADAPTERS, SHARED, Call, cases, expected_outputs, tokens
@@ -128,83 +126,6 @@ def _expected(prompt, max_tokens=10):
 
 
 HOW = SamplingParams(max_tokens=10, seed=0, ignore_eos=True)
-
-
-def test_interleaved_streams_each_get_all_of_their_outputs():
-    engine = _engine()
-    other = engine.add_request([9], HOW)
-    fast, slow = engine.stream([5, 6], HOW), engine.stream([7], HOW)
-    seen = {"fast": [next(fast), next(fast), next(fast)], "slow": [next(slow)]}
-    inner = engine.generate([[8, 8]], HOW)[0]
-    seen["fast"] += list(fast)
-    seen["slow"] += list(slow)
-    assert inner.tokens == _expected([8, 8])
-    for name, prompt in (("fast", [5, 6]), ("slow", [7])):
-        assert [len(o.tokens) for o in seen[name]] == list(range(1, 11))
-        assert seen[name][-1].finished
-        assert seen[name][-1].tokens == _expected(prompt)
-    rest = []
-    while engine.has_unfinished():
-        rest += engine.step()
-    assert [(o.request_id, o.tokens) for o in rest] == [(other, _expected([9]))]
-
-
-def test_a_stream_closed_early_takes_no_other_output_with_it():
-    engine = _engine()
-    other = engine.add_request([9], HOW)
-    for output in engine.stream([5], HOW):
-        if len(output.tokens) == 10:
-            break
-    rest = []
-    while engine.has_unfinished():
-        rest += engine.step()
-    assert [o.request_id for o in rest] == [other]
-
-
-def test_an_aborted_request_has_no_output_after_its_last():
-    """Another call's steps have streamed some of it that nobody has fetched."""
-    engine = _engine()
-    victim = engine.add_request([9], HOW, stream=True)
-    other = engine.stream([5], HOW)
-    next(other)
-    next(other)
-    assert len(engine.abort(victim).tokens) > 0
-    rest = []
-    while engine.has_unfinished():
-        rest += engine.step()
-    assert victim not in [output.request_id for output in rest]
-
-
-def test_a_bad_prompt_to_stream_is_refused_at_once():
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        _engine().stream([])
-
-
-@pytest.mark.parametrize("where", ["wait", "execute"])
-def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch, where):
-    """As when a notebook's cell is stopped: its requests are gone, and the engine goes on."""
-    engine = _engine()
-    pending = type(engine.executor.execute(_empty_inputs(engine)))
-    owner = pending if where == "wait" else HashingExecutor
-    original, calls = getattr(owner, where), []
-
-    def interrupted(self, *arguments):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return original(self, *arguments)
-
-    monkeypatch.setattr(owner, where, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([[5, 6], [7]], HOW)
-    assert "failure" in [event["event"] for event in engine.events]
-    while engine.has_unfinished():
-        assert all(o.finish_reason == "error" for o in engine.step())
-    assert [o.tokens for o in engine.generate([[5, 6]], HOW)] == [_expected([5, 6])]
-
-
-def _empty_inputs(engine: Engine):
-    return empty_step_inputs(0, 1, 1, 4, engine.host_policy.table_width)
 
 
 def test_the_log_of_page_operations_closes():

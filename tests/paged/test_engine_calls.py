@@ -16,9 +16,10 @@ from paged import Engine, EngineConfig, SamplingParams
 from paged.device import compilations
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sequence import RequestOutput
+from paged.step_inputs import empty_step_inputs
 from tests.paged.hashing_executor import HashingExecutor, generate
 from tests.paged.interrupts import interrupted_at
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, drained
 
 CONFIG = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=90)
 HOW = SamplingParams(max_tokens=10, seed=0, ignore_eos=True)
@@ -34,15 +35,6 @@ def _expected(prompt: list[int]) -> list[int]:
     return generate(prompt, 0, len(prompt) + 10, 0.0, True)
 
 
-def _drain(engine: Engine) -> list[RequestOutput]:
-    outputs: list[RequestOutput] = []
-    for _ in range(500):
-        if not engine.has_unfinished():
-            return outputs
-        outputs += engine.step()
-    raise AssertionError("it never ends")
-
-
 # Ids
 
 
@@ -51,10 +43,10 @@ def test_a_request_beside_a_half_read_stream_is_returned():
     engine.add_request([9], HOW, "request-1")
     stream = engine.stream([5, 6], HOW)
     first = next(stream)
-    _drain(engine)
+    drained(engine)
     added = engine.add_request([7], HOW)
     assert added != first.request_id
-    assert [(o.request_id, o.tokens) for o in _drain(engine)] == [(added, _expected([7]))]
+    assert [(o.request_id, o.tokens) for o in drained(engine)] == [(added, _expected([7]))]
     assert list(stream)[-1].tokens == _expected([5, 6])
 
 
@@ -71,7 +63,7 @@ def test_an_id_is_in_use_until_its_outputs_are_fetched():
     assert next(reversed(list(stream))).finished
     for free in (name, mine):
         assert engine.add_request([8], HOW, free) == free
-    assert {o.request_id for o in _drain(engine)} == {name, mine}
+    assert {o.request_id for o in drained(engine)} == {name, mine}
 
 
 def test_ids_of_the_engine_never_repeat():
@@ -80,7 +72,7 @@ def test_ids_of_the_engine_never_repeat():
     for _ in range(3):
         names += [engine.add_request([5], HOW), engine.add_request([6], HOW)]
     assert len(set(names)) == len(names) == 7
-    _drain(engine)
+    drained(engine)
     names += [engine.add_request([5], HOW), engine.generate([[6]], HOW)[0].request_id]
     assert len(set(names)) == len(names)
 
@@ -130,6 +122,42 @@ def test_an_interrupted_generate_keeps_no_ids_in_use():
 # Streams
 
 
+def test_interleaved_streams_each_get_all_of_their_outputs():
+    engine = _engine()
+    other = engine.add_request([9], HOW)
+    fast, slow = engine.stream([5, 6], HOW), engine.stream([7], HOW)
+    seen = {"fast": [next(fast), next(fast), next(fast)], "slow": [next(slow)]}
+    inner = engine.generate([[8, 8]], HOW)[0]
+    seen["fast"] += list(fast)
+    seen["slow"] += list(slow)
+    assert inner.tokens == _expected([8, 8])
+    for name, prompt in (("fast", [5, 6]), ("slow", [7])):
+        assert [len(o.tokens) for o in seen[name]] == list(range(1, 11))
+        assert seen[name][-1].finished
+        assert seen[name][-1].tokens == _expected(prompt)
+    assert [(o.request_id, o.tokens) for o in drained(engine)] == [(other, _expected([9]))]
+
+
+def test_a_stream_closed_early_takes_no_other_output_with_it():
+    engine = _engine()
+    other = engine.add_request([9], HOW)
+    for output in engine.stream([5], HOW):
+        if len(output.tokens) == 10:
+            break
+    assert [o.request_id for o in drained(engine)] == [other]
+
+
+def test_an_aborted_request_has_no_output_after_its_last():
+    """Another call's steps have streamed some of it that nobody has fetched."""
+    engine = _engine()
+    victim = engine.add_request([9], HOW, stream=True)
+    other = engine.stream([5], HOW)
+    next(other)
+    next(other)
+    assert len(engine.abort(victim).tokens) > 0
+    assert victim not in [output.request_id for output in drained(engine)]
+
+
 def test_a_stream_is_queued_when_it_is_asked_for():
     engine = _engine(prefix_caching=True, kv_cache_tokens=128, page_size=16)
     stream = engine.stream([5] * 60, HOW)
@@ -152,7 +180,7 @@ def test_a_stream_that_is_closed_or_dropped_is_aborted(started):
     del dropped
     engine.step()
     assert [r.finish_reason for r in engine.metrics.requests] == ["abort", "abort"]
-    assert _drain(engine) == []
+    assert drained(engine) == []
     assert DenseHost.of(engine.host_policy).pool.num_used == 0
 
 
@@ -171,11 +199,33 @@ def test_a_stream_dropped_in_the_middle_of_a_step_does_not_disturb_it(monkeypatc
 
     monkeypatch.setattr(engine.executor, "execute", collected)
     assert engine.generate([[5, 6]], HOW)[0].tokens == _expected([5, 6])
-    assert _drain(engine) == []
+    assert drained(engine) == []
     assert [r.finish_reason for r in engine.metrics.requests] == ["length", "abort"]
 
 
 # Failures
+
+
+@pytest.mark.parametrize("where", ["wait", "execute"])
+def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch, where):
+    """As when a notebook's cell is stopped: its requests are gone, and the engine goes on."""
+    engine = _engine()
+    empty = empty_step_inputs(0, 1, 1, 4, engine.host_policy.table_width)
+    owner = type(engine.executor.execute(empty)) if where == "wait" else HashingExecutor
+    original, calls = getattr(owner, where), []
+
+    def interrupted(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[5, 6], [7]], HOW)
+    assert "failure" in [event["event"] for event in engine.events]
+    assert all(o.finish_reason == "error" for o in drained(engine))
+    assert [o.tokens for o in engine.generate([[5, 6]], HOW)] == [_expected([5, 6])]
 
 
 class Unreliable:
@@ -251,7 +301,7 @@ def test_an_exception_as_a_request_is_queued_leaks_nothing(monkeypatch):
             patch.setattr(engine.scheduler, "add", Mock(side_effect=error))
             with pytest.raises(error):
                 engine.add_request("ab", how, "mine")
-    assert [(o.request_id, o.finish_reason) for o in _drain(engine)] == [(other, "error")]
+    assert [(o.request_id, o.finish_reason) for o in drained(engine)] == [(other, "error")]
     engine.add_request("cd", HOW)
     assert holdings(engine) == before
     assert engine.abort(engine.add_request("ab", how, "mine")).tokens == []
@@ -326,14 +376,14 @@ def test_an_engine_interrupted_on_its_device_goes_on_and_compiles_nothing(device
     expected = [o.tokens for o in device.generate(PROMPTS, LONG)]
     assert sum(step.swapped_in for step in device.metrics.steps) > 0
     compiled, rng = compilations.count(), random.Random(0)
-    for _ in range(12):
+    for _ in range(8):
         place = rng.randrange(500, 8000)
         again = place + rng.randrange(1, 60)
         with interrupted_at(place, again) as points, pytest.raises(KeyboardInterrupt):
             points.call(device.generate, PROMPTS, LONG)
         # `generate` has taken its requests along.
         assert device.step() == [] and not device.has_unfinished()
-    assert sum(event["event"] == "failure" for event in device.events) > 6
+    assert sum(event["event"] == "failure" for event in device.events) > 4
     assert [o.tokens for o in device.generate(PROMPTS, LONG)] == expected
     assert compilations.count() == compiled
 

@@ -14,6 +14,7 @@ from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from tests.models.goldens import golden, run
 from tests.paged.tiny import padded
+from tests.sweeps import slow
 
 MODELS = {
     "opt": ModelConfig(
@@ -40,16 +41,9 @@ def make(config):
     return made | {name: made[name] * 20 for name in ("embed", "positions") if name in made}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(
-            config, id=name, marks=[pytest.mark.slow] * (name in ("wide", "gpt2", "gemma2"))
-        )
-        for name, config in MODELS.items()
-    ],
-)
-def test_greedy_tokens_equal_full_recomputation(config):
+@pytest.mark.parametrize("name", slow(MODELS, ("wide", "gpt2", "gemma2")))
+def test_greedy_tokens_equal_full_recomputation(name):
+    config = MODELS[name]
     params, model = make(config), family(config)
 
     @jax.jit
@@ -77,7 +71,8 @@ def test_greedy_tokens_equal_full_recomputation(config):
 
 def test_wide_layers_run_from_a_list_on_cpus():
     """Their size decides: the test above covers both forms only while it is large enough."""
-    size = sum(x.nbytes for x in jax.tree.leaves(make(MODELS["wide"])["layers"]))
+    layers = jax.eval_shape(lambda: make(MODELS["wide"]))["layers"]
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers))
     assert size / MODELS["wide"].num_layers > CACHED_LAYER_BYTES
 
 
@@ -102,8 +97,8 @@ def test_embeddings_narrower_than_the_hidden_states_are_served():
 
 
 def test_a_request_ends_with_the_table_of_positions():
-    config = MODELS["gpt2"]
-    engine = Engine.from_model(make(config), config, SMALL)
+    config = MODELS["opt"]
+    engine = padded(Engine.from_model(make(config), config, SMALL))
     output = engine.generate([[5] * 40], SamplingParams(max_tokens=50, ignore_eos=True))[0]
     assert output.finish_reason == "length"
     assert len(output.tokens) == 8

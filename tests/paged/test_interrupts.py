@@ -16,7 +16,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads
 from tests.paged.interrupts import Points, interrupted_at
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, drained
 from tests.paged.twin_cases import expected_outputs, tokens
 
 CONFIG = EngineConfig(
@@ -287,19 +287,18 @@ def test_wherever_it_is_interrupted_a_request_has_one_output_and_one_record():
     assert point > 20
 
 
-@pytest.mark.parametrize("act", [_add, _abort, _pin, _step])
-def test_what_is_interrupted_anywhere_and_done_again_leaves_a_log_to_read(act):
-    point = 0
+@pytest.mark.parametrize(("act", "every"), [(_add, 1), (_abort, 1), (_pin, 3), (_step, 3)])
+def test_what_is_interrupted_anywhere_and_done_again_leaves_a_log_to_read(act, every):
+    point = 1 - every
     while True:
-        point += 1
+        point += every
         engine = Engine(TINY, CONFIG, HashingExecutor(CONFIG))
         with interrupted_at(point, point + 7) as points, suppress(KeyboardInterrupt):
             act(engine, points)
         if not points.raised:
             break
         for _ in range(2):
-            while engine.has_unfinished():
-                engine.step()
+            drained(engine)
             act(engine, Points())
         EventLog("log", plain(engine.events))
     assert point > 20

@@ -15,7 +15,7 @@ from paged.device.executor import DeviceExecutor
 from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import SimulatedExecutor
 from tests.models import peft_folders
-from tests.paged.tiny import TINY, padded
+from tests.paged.tiny import TINY, padded, recomputed
 
 CONFIG = EngineConfig(
     max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=64,
@@ -42,11 +42,14 @@ def make(params, folders, **changes) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(tiny_params, folders):
-    """What the prompt gives with the model and with each adapter in its weights."""
+    """What the prompt gives with the model and with each adapter in its weights: the best token of
+    full recomputation, one by one."""
 
     def tokens(params):
-        config = dataclasses.replace(CONFIG, adapter_slots=0)
-        return padded(Engine.from_model(params, TINY, config)).generate([PROMPT], HOW)[0].tokens
+        made = list(PROMPT)
+        for _ in range(HOW.max_tokens):
+            made.append(int(recomputed(params, made)[-1].argmax()))
+        return made[len(PROMPT) :]
 
     merged = {
         folder.name: tokens(lora.merge(tiny_params, peft.load(folder, TINY)[0]))
@@ -104,7 +107,7 @@ def test_a_slow_load_holds_nobody_else_up_and_may_be_aborted(tiny_params, folder
 
 def test_a_failed_load_ends_its_requests_alone(tiny_params, folders, expected, tmp_path):
     shutil.copytree(folders, tmp_path / "adapters")
-    engine = make(tiny_params, tmp_path / "adapters", adapter_slots=2)
+    engine = make(tiny_params, tmp_path / "adapters")
     shutil.rmtree(tmp_path / "adapters" / "a1")
     peft_folders.write(tmp_path / "adapters" / "a2", TINY, 16, seed=9)
     outputs = run(engine, "a1", "a0", "a2", "a1", None)
@@ -205,10 +208,7 @@ def test_bad_adapters_are_refused_and_queue_nothing(tiny_params, folders, tmp_pa
     engine = make(tiny_params, folders)
     wide = peft_folders.write(tmp_path / "wide", TINY, 33)
     for call, error in [
-        (
-            lambda: engine.add_adapter("wide", wide),
-            "rank 33 is not from 1 to max_adap",
-        ),
+        (lambda: engine.add_adapter("wide", wide), "rank 33 is not from 1 to max_adap"),
         (lambda: engine.add_adapter("", wide), "name must be a text that is not empty, not ''"),
         (lambda: engine.add_adapter("gone", tmp_path / "gone"), "there is no folder"),
         (lambda: engine.add_adapter("long", "x" * 5_000), "File name too long"),

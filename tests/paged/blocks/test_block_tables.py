@@ -170,17 +170,3 @@ def test_double_free_and_overdraft_are_assertions():
         pool.release(blocks)
     with pytest.raises(AssertionError):
         pool.allocate(4)
-
-
-def test_append_copies_a_shared_partial_block_once_per_extra_owner():
-    pool = BlockPool(20)
-    tables = BlockTables(pool, 3, 16, 4)
-    tables.append(np.array([0]), np.array([6]))
-    tables.fork(0, 1)
-    tables.fork(0, 2)
-    shared_full, shared_tail = tables.blocks[0, :2].tolist()
-    copies = tables.append(np.array([0, 1, 2]), np.array([7, 7, 7]))
-    assert [source for source, _ in copies] == [shared_tail] * 2
-    assert len({int(t) for t in tables.blocks[:, 1]}) == 3
-    assert set(tables.blocks[:, 0].tolist()) == {shared_full}
-    assert pool.refcounts[shared_full] == 3

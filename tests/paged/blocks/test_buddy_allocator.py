@@ -51,15 +51,6 @@ def test_a_total_that_is_no_power_of_two_is_a_few_runs():
     assert [buddies.allocate(n) for n in (1, 4, 8, 1)] == [12, 8, 0, None]
 
 
-def test_free_memory_may_be_too_scattered_to_serve():
-    buddies = BuddyAllocator(8)
-    assert [buddies.allocate(1) for _ in range(8)] == list(range(8))
-    for start in range(0, 8, 2):
-        buddies.free(start)
-    assert (buddies.num_free, buddies.stranded(1), buddies.stranded(2)) == (4, 0, 4)
-    assert buddies.allocate(2) is None
-
-
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="at least 1 block, not 0"):
         BuddyAllocator(0)

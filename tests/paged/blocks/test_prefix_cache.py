@@ -13,7 +13,7 @@ from paged.blocks.prefix_cache import PrefixCache, chain, root_key
 from paged.engine import Engine, EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from tests.paged.hashing_executor import HashingExecutor, generate
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, drained
 
 PAGE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(lambda x: np.array(x, np.int32))
@@ -144,8 +144,7 @@ def test_prefixes_are_shared_among_equal_salts_only():
     engine = _engine()
     for salt in ("a", "b", "a"):
         engine.add_request(PREFIX, HOW, cache_salt=salt)
-        while engine.has_unfinished():
-            engine.step()
+        drained(engine)
     assert _saved(engine) == [0, 0, 40]
 
 

@@ -18,7 +18,7 @@ from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.server.engine_client import ClusterClient
 from tests.paged.server import serving
-from tests.paged.server.test_cluster_client import ask, wanted
+from tests.paged.server.test_clients import ask, wanted
 
 try:
     import ray

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from paged.cluster.messages import ClusterRequest, Grown, Growth, Progress, Status
-from paged.cluster.runner import EngineRunner
+from paged.cluster.messages import ClusterRequest, Grown, Progress, Status
+from paged.cluster.runner import EngineRunner, _progress
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import SequenceOutput
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads, generate, tag_of
 from tests.paged.tiny import TINY
 
@@ -36,9 +35,7 @@ def step(runner: EngineRunner) -> tuple[list[Progress], Status]:
         if isinstance(event, Progress):
             told.append(event)
         elif isinstance(event, Grown):
-            for name, attempt, start, tokens in event.requests:
-                growth = Growth(0, start, SequenceOutput(tokens, "", None))
-                told.append(Progress(name, attempt, (growth,)))
+            told += [_progress(*each) for each in event.requests]
     return told, status
 
 

@@ -37,23 +37,20 @@ def state(**batches: int) -> ClusterState:
     return found
 
 
-def test_the_largest_working_set_gets_it():
-    assert place(state(a=1, b=3, c=2), job()) == "b"
-
-
-def test_of_equal_ones_the_highest_uuid():
-    assert place(state(a=2, c=2, b=2), job()) == "c"
-    assert place(state(a=0, b=0), job()) == "b"
-
-
-def test_a_full_batch_gets_nothing():
-    assert place(state(a=8, b=1), job()) == "b"
-    assert place(state(a=8, b=8), job()) is None
-
-
-def test_beams_and_samples_count_each():
-    assert place(state(a=5, b=1), job(beam_width=4)) == "b"
-    assert place(state(a=5, b=1), job(n=3, temperature=1.0)) == "a"
+@pytest.mark.parametrize(
+    ("batches", "asked", "uuid"),
+    [
+        ({"a": 1, "b": 3, "c": 2}, {}, "b"),  # the largest working set
+        ({"a": 2, "c": 2, "b": 2}, {}, "c"),  # of equal ones the highest UUID
+        ({"a": 0, "b": 0}, {}, "b"),
+        ({"a": 8, "b": 1}, {}, "b"),  # a full batch gets nothing
+        ({"a": 8, "b": 8}, {}, None),
+        ({"a": 5, "b": 1}, {"beam_width": 4}, "b"),  # beams and samples count each
+        ({"a": 5, "b": 1}, {"n": 3, "temperature": 1.0}, "a"),
+    ],
+)
+def test_placement(batches, asked, uuid):
+    assert place(state(**batches), job(**asked)) == uuid
 
 
 def test_memory_must_hold_prompt_and_watermark():

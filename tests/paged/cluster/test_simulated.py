@@ -12,6 +12,7 @@ from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
+from paged.requests.sequence import RequestOutput
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.paged.hashing_executor import (
     HashingExecutor,
@@ -73,6 +74,24 @@ def arrivals(count: int, rate: float, seed: int, adapters=(None,)) -> list[Arriv
     ]  # fmt: skip
 
 
+def check_alone(
+    arrival: Arrival, output: RequestOutput, config: EngineConfig, adapter: Adapter | None = None
+) -> None:
+    """The output is that of the request alone."""
+    how, tag = arrival.sampling, [] if adapter is None else [tag_of(adapter)]
+    prompt = [*tag, *arrival.prompt]
+    limit = min(len(arrival.prompt) + how.max_tokens, config.max_model_len) + len(tag)
+    if how.is_beam_search:
+        assert [s.tokens for s in output.sequences] == beam_search(prompt, how, limit)
+        return
+    alone = generate(prompt, how.seed or 0, limit, 0.0, False)
+    if not how.ranks:
+        assert output.tokens == alone
+    if how.logprobs is not None:
+        expected = [logprob_of([*prompt, *alone[:i]], token) for i, token in enumerate(alone)]
+        assert [each.logprob for each in output.logprobs or []] == expected
+
+
 @pytest.mark.parametrize("changes", [
     {}, {"multi_step": 3, "prefix_caching": True}, {"preemption_mode": "recompute"},
 ])  # fmt: skip
@@ -85,20 +104,7 @@ def test_tokens_are_those_of_each_request_alone(changes):
         cluster = hashing_cluster(3, config, rebalance_s=0.5)
         outputs = cluster.serve(asked)
         for arrival, output in zip(asked, outputs, strict=True):
-            how, prompt = arrival.sampling, arrival.prompt
-            limit = min(len(prompt) + how.max_tokens, config.max_model_len)
-            if how.is_beam_search:
-                assert [s.tokens for s in output.sequences] == beam_search(prompt, how, limit)
-                continue
-            assert how.seed is not None
-            alone = generate(prompt, how.seed, limit, 0.0, False)
-            if not how.ranks:
-                assert output.tokens == alone
-            if how.logprobs is not None:
-                expected = [
-                    logprob_of([*prompt, *alone[:i]], token) for i, token in enumerate(alone)
-                ]
-                assert [each.logprob for each in output.logprobs or []] == expected
+            check_alone(arrival, output, config)
         for runner in cluster._runners.values():
             runner.engine.host_policy.check()
             assert not runner.engine.has_unfinished()
@@ -179,15 +185,9 @@ def test_with_adapters_the_tokens_are_those_of_the_request_alone():
 
         outputs = cluster.serve(asked, observe, 0.05)
         for i, (arrival, output) in enumerate(zip(asked, outputs, strict=True)):
-            how, prompt, adapter = arrival.sampling, list(arrival.prompt), meant[i]
+            adapter = meant[i]
             assert (adapter and adapter.name) == arrival.adapter
-            tag = [] if adapter is None else [tag_of(adapter)]
-            limit = min(len(prompt) + how.max_tokens, config.max_model_len) + len(tag)
-            if how.is_beam_search:
-                expected = beam_search([*tag, *prompt], how, limit)
-                assert [s.tokens for s in output.sequences] == expected
-            elif not how.ranks:
-                assert output.tokens == generate([*tag, *prompt], how.seed or 0, limit, 0.0, False)
+            check_alone(arrival, output, config, adapter)
         for runner in cluster._runners.values():
             store = runner.engine.loop.adapter_store
             assert store is not None

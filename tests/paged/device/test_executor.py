@@ -16,6 +16,7 @@ from paged.config import EngineConfig
 from paged.device import compilations
 from paged.device.buckets import Buckets
 from paged.device.executor import DeviceExecutor
+from paged.device.mover import _Landing
 from paged.device.step import step
 from paged.engine import Engine
 from paged.kv_cache import dense
@@ -24,7 +25,7 @@ from paged.step_inputs import empty_step_inputs
 from tests.paged.tiny import TINY
 
 
-@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(0, 4, 1), (64, 4, 1), (0, 4, 8)])
+@pytest.mark.parametrize(("Tp", "Sd", "multi_step"), [(64, 4, 1), (0, 4, 8)])
 def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd, multi_step):
     """Both pools are aliased from input to output, and no temporary comes near a pool's size."""
     config = EngineConfig(kv_cache_tokens=65536, page_size=16)
@@ -111,3 +112,13 @@ def test_a_device_half_without_hash_is_refused(tiny_params):
     assert isinstance(executor, DeviceExecutor)
     with pytest.raises(ValueError, match="device half must be hashable"):
         replace(executor._program, policy=[])  # type: ignore[arg-type]
+
+
+def test_there_may_be_more_units_than_the_machine_has_memory_for():
+    """As of 256 sequences of 32k tokens of an 8B model, of which few are ever swapped out."""
+    content = {"words": jnp.arange(3 * 1024, dtype=jnp.uint32).reshape(3, 1024)}
+    content["scores"] = jnp.ones((3, 2), jnp.bfloat16)
+    host, units = _Landing(2**28), np.array([0, 5, 2**28 - 1])  # 1 TiB of words
+    host.send(units, content)
+    for name, values in host.read(units[1:]).items():
+        np.testing.assert_array_equal(values, content[name][1:])

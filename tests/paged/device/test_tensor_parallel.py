@@ -233,10 +233,7 @@ def test_adapters_are_summed_over_the_shards_once(served, name, size):
     [
         ({"num_heads": 6}, 4, r"tensor_parallel \(4\) must divide num_heads \(6\)"),
         ({"intermediate_size": 50}, 4, r"\(4\) must divide intermediate_size \(50\)"),
-        (
-            {"num_heads": 12, "num_kv_heads": 6}, 4,
-            r"\(4\) must divide num_kv_heads \(6\) or be a multiple of it",
-        ),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, r"\(4\) must divide num_kv_heads \(6\) or be a"),
         ({}, 4, r"tensor_parallel \(4\) needs as many devices; JAX sees \d"),
     ],
 )  # fmt: skip

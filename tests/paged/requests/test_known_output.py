@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from experiments.diff_events import first_difference
 from experiments.lib.event_log import read_log, write_log
 from experiments.replay import replay, simulated_engine
-from models import load_tokenizer
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
 from paged.kv_cache.policy import Capabilities
@@ -18,7 +17,8 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.hashing_executor import EOS, HashingExecutor
-from tests.paged.tiny import TINY, padded
+from tests.paged.requests.test_text_streams import bundled_text
+from tests.paged.tiny import TINY, drained, padded, simulated
 
 CONFIG = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, page_size=4, kv_cache_tokens=256
@@ -34,9 +34,7 @@ def engine_of(config: EngineConfig = CONFIG, eos_rate: float = 0.0) -> Engine:
 def outputs(engine: Engine, prompt, how: SamplingParams, known=None) -> list[RequestOutput]:
     """Each output of the request's stream."""
     request_id = engine.add_request(prompt, how, stream=True, known_output=known)
-    found: list[RequestOutput] = []
-    while engine.has_unfinished():
-        found += engine.step()
+    found = drained(engine)
     assert {output.request_id for output in found} == {request_id}
     return found
 
@@ -83,22 +81,15 @@ def test_penalties_and_bias_count_known_output_as_output(tiny_params):
 
 
 def test_a_stop_string_may_begin_in_known_output():
-    tokenizer = load_tokenizer("bundled")
-    model = TINY.replace(vocab_size=len(tokenizer), eos_token_ids=())
-
-    def engine() -> Engine:
-        executor = SimulatedExecutor(vocab_size=len(tokenizer), first_token=4)
-        return Engine(model, replace(CONFIG, max_model_len=128), executor, tokenizer)
-
     how = SamplingParams(max_tokens=60, seed=1)
-    streamed = outputs(engine(), "abc", how)
+    streamed = outputs(bundled_text(), "abc", how)
     before = streamed[20]
     text = streamed[-1].text
     at = len(before.text) - 1
     stop = text[at : at + 3]
     assert stop not in before.text
     how = replace(how, stop=(stop,))
-    again = outputs(engine(), "abc", how, before.sequences)[-1]
+    again = outputs(bundled_text(), "abc", how, before.sequences)[-1]
     assert again.finish_reason == "stop" and again.text == text[: text.index(stop)]
 
 
@@ -111,8 +102,7 @@ def test_log_probabilities_that_do_not_come_along_are_nan():
 
 
 def test_the_log_tells_it_and_replays(tmp_path):
-    executor = SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=EOS + 1)
-    engine = Engine(TINY, CONFIG, executor)
+    engine = simulated(CONFIG)
     how = replace(SAMPLED, n=2)
     known = [SequenceOutput([7, 8], "", None), SequenceOutput([9], "", "length")]
     outputs(engine, PROMPT, how, known)

@@ -6,14 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paged.engine import Engine, EngineConfig
+from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from tests.paged.tiny import TINY, padded
+from tests.paged.tiny import SMALL, TINY, padded, simulated
 
-SMALL = EngineConfig(
-    max_num_seqs=4, max_num_batched_tokens=32, max_prefills_per_step=2, max_model_len=128,
-    page_size=4, kv_cache_tokens=512,
-)  # fmt: skip
 # Ways to run that must not change what a request gets.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -124,19 +120,6 @@ def test_the_way_of_running_changes_no_sampled_token(tiny_params, way):
     ]
 
 
-@pytest.mark.parametrize("multi_step", [1, 4])
-def test_a_stop_token_ends_a_request_and_stays_in_its_tokens(tiny_params, multi_step):
-    engine, prompt = _engine(tiny_params, multi_step=multi_step), _prompts(1)[0]
-    how = SamplingParams(max_tokens=30, temperature=1.5, seed=3, ignore_eos=True)
-    free = engine.generate([prompt], how)[0]
-    stop = free.tokens[9]
-    stopped = engine.generate([prompt], dataclasses.replace(how, stop_token_ids=(60, stop)))[0]
-    ends = [i for i, token in enumerate(free.tokens) if token in (60, stop)]
-    assert stopped.tokens == free.tokens[: ends[0] + 1]
-    assert stopped.finish_reason == "stop"
-    assert free.finish_reason == "length"
-
-
 def test_warming_up_beside_a_request_changes_none_of_its_tokens(tiny_params):
     how = SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.3)
     expected = _engine(tiny_params).generate([[5, 6, 7]], how)[0]
@@ -172,11 +155,11 @@ def test_every_output_has_as_many_log_probabilities_as_tokens(tiny_params, way):
         assert [entry.token for entry in output.logprobs] == output.tokens
 
 
-def test_many_steps_in_one_dispatch(tiny_params):
+def test_many_steps_in_one_dispatch():
     """Fewer dispatches for the same tokens, none beyond a request's limit."""
     counts = {}
     for multi_step in (1, 8):
-        engine = _engine(tiny_params, multi_step=multi_step, run_ahead=False)
+        engine = simulated(dataclasses.replace(SMALL, multi_step=multi_step, run_ahead=False))
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=25, ignore_eos=True))
         steps = engine.metrics.steps
         counts[multi_step] = len(steps)

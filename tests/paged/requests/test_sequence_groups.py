@@ -14,17 +14,15 @@ from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.simulator.executor import SimulatedExecutor
 from tests.models.goldens import BeamCase, beam_cases, golden
-from tests.paged.tiny import TINY, padded
+from tests.paged.tiny import SMALL, TINY, padded, simulated
+from tests.sweeps import slow, swept
 
 # Room for the widest search alone, not for its company as well.
 BEAMS = EngineConfig(
     max_num_seqs=8, max_num_batched_tokens=32, max_prefills_per_step=4, max_model_len=64,
     page_size=4, kv_cache_tokens=300, watermark=0.0,
 )  # fmt: skip
-SAMPLES = EngineConfig(
-    max_num_seqs=6, max_num_batched_tokens=32, max_prefills_per_step=2, max_model_len=128,
-    page_size=4, kv_cache_tokens=640, watermark=0.0,
-)  # fmt: skip
+SAMPLES = dataclasses.replace(SMALL, watermark=0.0)
 
 
 @functools.cache
@@ -55,11 +53,7 @@ def _run(engine: Engine) -> dict[str, RequestOutput]:
     return ended
 
 
-# Each compiles its own programs.
-CHECKPOINTS = [
-    pytest.param(name, marks=[pytest.mark.sweep] * (name != "llama_gqa_tied"))
-    for name in dict.fromkeys(case.checkpoint for case in beam_cases())
-]
+CHECKPOINTS = swept(["llama_gqa_tied", "llama_mha", "gpt2", "opt"], 1)  # each compiles programs
 
 
 @pytest.mark.parametrize("preemption_mode", ["none", "swap", "recompute"])
@@ -103,15 +97,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            way,
-            marks=[pytest.mark.slow]
-            * (way in ("large blocks", "swapping", "recomputing", "multi-step")),
-        )
-        for way in WAYS
-    ],
+    "way", slow(WAYS, ("large blocks", "swapping", "recomputing", "multi-step"))
 )
 def test_each_sample_is_that_of_a_request_of_its_own(tiny_params, way):
     rng = np.random.default_rng(3)
@@ -144,8 +130,7 @@ def test_the_best_of_many_samples_are_returned_best_first(tiny_params):
 
 def test_a_prompt_is_computed_and_stored_once_for_all_samples():
     """Fig. 8: full blocks stay shared; the last one is copied by all writers but one."""
-    executor = SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3)
-    engine = Engine(TINY, SAMPLES, executor)
+    engine = simulated(SAMPLES)
     how = SamplingParams(max_tokens=3, temperature=1, seed=0, n=3)
     engine.generate([[5] * 10], how)
     steps = engine.metrics.steps
@@ -176,8 +161,7 @@ def test_new_requests_wait_for_those_that_were_swapped_out(admit_after_swap):
     config = dataclasses.replace(
         SAMPLES, kv_cache_tokens=160, preemption_mode="swap", admit_after_swap=admit_after_swap
     )
-    executor = SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3)
-    engine = Engine(TINY, config, executor)
+    engine = simulated(config)
     how = SamplingParams(max_tokens=40, temperature=1, n=2, seed=0)
     for i in range(5):
         engine.add_request([3] * 12, how, str(i))
@@ -203,7 +187,7 @@ def test_new_requests_wait_for_those_that_were_swapped_out(admit_after_swap):
 
 
 def test_a_search_goes_on_in_every_step_beside_others():
-    engine = Engine(TINY, SAMPLES, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
+    engine = simulated(SAMPLES)
     engine.add_request([5] * 9, SamplingParams(max_tokens=60, ignore_eos=True))
     engine.add_request([6] * 9, SamplingParams(max_tokens=30, beam_width=4, ignore_eos=True))
     _run(engine)

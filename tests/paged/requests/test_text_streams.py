@@ -1,7 +1,7 @@
 """Text as its tokens come, beside decoding all of them anew after each one."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -230,3 +230,45 @@ def test_the_last_text_of_a_stream_is_that_of_its_tokens(name):
         assert last.text == text[: min(at, default=None)]
         assert bool(at) == (last.finish_reason == "stop") or "\ufffd" in "".join(stop)
     assert "stop" in reasons and len(reasons) > 1
+
+
+# Stop strings and stop tokens through an engine
+
+TOKENIZER = CASES["bundled"].tokenizer
+
+
+def bundled_text() -> Engine:
+    """A simulated engine with the bundled tokenizer, whose tokens are none of them special."""
+    model = TINY.replace(vocab_size=len(TOKENIZER), eos_token_ids=())
+    limits = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
+    executor = SimulatedExecutor(vocab_size=len(TOKENIZER), first_token=4)
+    return Engine(model, limits, executor, TOKENIZER)
+
+
+def test_a_stop_string_ends_its_request_and_no_other():
+    """The same tokens with and without: the text is cut before the stop string."""
+    plain = SamplingParams(max_tokens=60, seed=1)
+    free = bundled_text().generate(["abc"], plain)[0]
+    stop = free.text[20:23]
+    both = bundled_text().generate(["abc", "abc"], [replace(plain, stop=(stop,)), plain])
+    assert both[0].finish_reason == "stop"
+    assert both[0].text == free.text[: free.text.index(stop)]
+    assert both[0].tokens == free.tokens[: len(both[0].tokens)]
+    assert both[1] == replace(free, request_id=both[1].request_id)
+
+
+def test_a_stop_token_is_in_the_tokens_but_not_in_the_text():
+    engine = bundled_text()
+    free = engine.generate(["abc"], SamplingParams(max_tokens=60, seed=1))[0]
+    token = free.tokens[10]
+    how = SamplingParams(max_tokens=60, seed=1, stop_token_ids=(token,), stop=("never there",))
+    at = free.tokens.index(token)
+    for output in (engine.generate(["abc"], how)[0], list(engine.stream("abc", how))[-1]):
+        assert output.finish_reason == "stop"
+        assert output.tokens == free.tokens[: at + 1]
+        assert output.text == decode(TOKENIZER, free.tokens[:at])
+
+
+def test_a_special_token_as_stop_string_is_refused():
+    with pytest.raises(ValueError, match="is a special token"):
+        bundled_text().add_request("abc", SamplingParams(stop=(TOKENIZER.eos_token,)))

@@ -1,6 +1,5 @@
 """The scheduler driven by the engine over simulated time: no hang, no loss, order kept."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +8,7 @@ from paged.engine import Engine, EngineConfig
 from paged.kv_cache.dense import DenseHost
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
-from tests.paged.tiny import TINY
+from tests.paged.tiny import TINY, drained, simulated
 
 
 def _engine(**changes) -> Engine:
@@ -17,8 +16,7 @@ def _engine(**changes) -> Engine:
         "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_prefills_per_step": 2,
         "max_model_len": 96, "page_size": 4, "kv_cache_tokens": 200, "watermark": 0.0,
     } | changes  # fmt: skip
-    executor = SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3)
-    return Engine(TINY, EngineConfig(**config), executor)
+    return simulated(EngineConfig(**config))
 
 
 REQUESTS = st.lists(
@@ -80,9 +78,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_first():
     engine = _engine(kv_cache_tokens=96)
     for i in range(4):
         engine.add_request([3] * 20, SamplingParams(max_tokens=30), str(i))
-    order = []
-    while engine.has_unfinished():
-        order += [o.request_id for o in engine.step()]
+    order = [o.request_id for o in drained(engine)]
     preempted = [e["request_id"] for e in engine.events if e["event"] == "preempt"]
     assert preempted
     assert "0" not in preempted
@@ -94,8 +90,7 @@ def test_step_limits_hold_in_every_step():
     engine = _engine(kv_cache_tokens=2000, max_num_seqs=8, max_num_batched_tokens=20)
     for i in range(20):
         engine.add_request([3] * (1 + 7 * i % 60), SamplingParams(max_tokens=5 + i))
-    while engine.has_unfinished():
-        engine.step()
+    drained(engine)
     steps = engine.metrics.steps
     assert max(s.prefill_tokens + s.decode_tokens for s in steps) <= 20
     assert max(s.num_running for s in steps) == 8
@@ -107,8 +102,7 @@ def test_a_prompt_spread_over_steps_takes_the_budget_that_decodes_leave():
     engine.add_request([3] * 4, SamplingParams(max_tokens=30))
     engine.step()
     engine.add_request([3] * 40, SamplingParams(max_tokens=2))
-    while engine.has_unfinished():
-        engine.step()
+    drained(engine)
     chunks = [s.prefill_tokens for s in engine.metrics.steps if s.prefill_tokens]
     assert chunks == [4, 15, 15, 10]
 
@@ -117,8 +111,7 @@ def test_memory_is_accounted_to_the_last_token():
     engine = _engine(kv_cache_tokens=160)
     for i in range(6):
         engine.add_request([3] * (5 + 6 * i), SamplingParams(max_tokens=20))
-    while engine.has_unfinished():
-        engine.step()
+    drained(engine)
     for s in engine.metrics.steps:
         parts = s.kv_token_states, s.kv_reserved, s.kv_internal, s.kv_external, s.kv_free
         assert min(parts) >= 0
@@ -133,9 +126,7 @@ def test_simulated_time_follows_the_cost_model(run_ahead):
         first_token=3,
     )  # fmt: skip
     engine = Engine(TINY, EngineConfig(max_model_len=64, run_ahead=run_ahead), executor)
-    engine.add_request([3, 4, 5], SamplingParams(max_tokens=10))
-    while engine.has_unfinished():
-        engine.step()
+    engine.generate([[3, 4, 5]], SamplingParams(max_tokens=10))
     record = engine.metrics.requests[0]
     assert record.first_token_s == 1.0
     assert record.finish_s == 10.0
@@ -146,22 +137,9 @@ def test_an_end_seen_a_step_late_costs_a_step_but_no_token():
     """Sampled ends cannot be foreseen: running ahead computes one more token, and drops it."""
     results = {}
     for run_ahead in (False, True):
-        engine = Engine(
-            TINY, EngineConfig(max_model_len=64, run_ahead=run_ahead),
-            SimulatedExecutor(vocab_size=TINY.vocab_size),
-        )  # fmt: skip
-        seeds = range(40)
-        outputs = engine.generate([[5]] * 40, [SamplingParams(seed=s) for s in seeds])
+        config = EngineConfig(max_model_len=64, run_ahead=run_ahead)
+        engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
+        outputs = engine.generate([[5]] * 40, [SamplingParams(seed=s) for s in range(40)])
         results[run_ahead] = [(o.tokens, o.finish_reason) for o in outputs]
     assert results[False] == results[True]
     assert {reason for _, reason in results[True]} == {"eos", "length"}
-
-
-def test_sampling_rows_are_named_by_seed_and_position():
-    engine = _engine()
-    a, b, c = engine.generate(
-        [[3] * 5, [3] * 5, [3] * 9],
-        [SamplingParams(max_tokens=6, seed=s, ignore_eos=True) for s in (1, 1, 2)],
-    )
-    assert a.tokens == b.tokens != c.tokens
-    assert np.all(np.array(a.tokens) >= 3)

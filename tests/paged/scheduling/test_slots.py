@@ -1,5 +1,7 @@
 """What holds of a running sequence's lengths, and that `Slots.check` sees when it does not."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -36,40 +38,22 @@ def test_what_the_diagram_shows_passes():
     assert sequence.tokens.tolist()[:7] == list(range(3, 10)) and len(sequence.tokens) == 8
 
 
-def _lose_a_slot(slots: Slots) -> None:
-    slots._free.pop()
+FAULTS: dict[str, Callable[[Slots], object]] = {
+    "a lost slot": lambda slots: slots._free.pop(),
+    "a slot freed twice": lambda slots: slots._free.append(1),
+    "a forgotten owner": lambda slots: slots.owner.__setitem__(2, None),
+    "a sequence that has ended": lambda slots: setattr(
+        slots.sequence_in(1), "status", Status.FINISHED
+    ),
+    "a parent that has ended": lambda slots: slots.release(slots.sequence_in(2), Status.FINISHED),
+    "two owners swapped": lambda slots: slots.owner.insert(0, slots.owner.pop(1)),
+}
 
 
-def _free_a_slot_twice(slots: Slots) -> None:
-    slots._free.append(1)
-
-
-def _forget_an_owner(slots: Slots) -> None:
-    slots.owner[2] = None
-
-
-def _end_a_sequence(slots: Slots) -> None:
-    slots.sequence_in(1).status = Status.FINISHED
-
-
-def _end_a_donor(slots: Slots) -> None:
-    slots.release(slots.sequence_in(2), Status.FINISHED)
-
-
-def _swap_two_owners(slots: Slots) -> None:
-    slots.owner[0], slots.owner[1] = slots.owner[1], slots.owner[0]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        _lose_a_slot, _free_a_slot_twice, _forget_an_owner, _end_a_sequence, _end_a_donor,
-        _swap_two_owners,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_slot_that_is_not_one_sequences_is_seen(fault):
     slots = _slots()
-    fault(slots)
+    FAULTS[fault](slots)
     with pytest.raises(AssertionError):
         slots.check()
 

@@ -1,8 +1,10 @@
 """A server on loopback in a thread of this process, over engines that need no compiling."""
 
+import json
+import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,12 +137,43 @@ class Served:
         return left
 
 
+def until(condition: Callable[[], Any], within_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def joined(stream, count: int = 1) -> list[str]:
+    """The texts of a stream's choices."""
+    texts = [""] * count
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    return texts
+
+
+def connected(server: Served) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server.port), timeout=60)
+
+
+def head(*lines: str, path: str = "/v1/completions") -> bytes:
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+
+
+def posted(body: dict | bytes, *lines: str, path: str = "/v1/completions") -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kind, length = "Content-Type: application/json", f"Content-Length: {len(content)}"
+    return head(kind, length, *lines, path=path) + content
+
+
 @contextmanager
 def served(
-    engine_client: Client, config: EngineConfig = CONFIG, settings: ServerConfig | None = None,
+    engine: Engine | Client, config: EngineConfig = CONFIG, settings: ServerConfig | None = None,
     tokenizer=TOKENIZER, model=BUNDLED, template: str | None = TEMPLATE, keys=(),
 ) -> Iterator[Served]:  # fmt: skip
-    service = Service(engine_client, model, config, tokenizer, "bundled", settings, template)
+    client = EngineClient(engine) if isinstance(engine, Engine) else engine
+    service = Service(client, model, config, tokenizer, "bundled", settings, template)
     server = Server(create_app(service, keys), service, "127.0.0.1", 0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -151,9 +184,9 @@ def served(
     try:
         yield running
     finally:
-        for client in running.clients:
-            client.close()
+        for each in running.clients:
+            each.close()
         server.should_exit = True
         thread.join(60)
-        engine_client.close()
+        client.close()
         assert not thread.is_alive(), "the server hangs"

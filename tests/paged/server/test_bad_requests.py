@@ -9,14 +9,14 @@ import httpx2
 import pytest
 
 from paged.requests.sampling_params import SamplingParams
-from paged.server.engine_client import EngineClient
 from paged.server.openai_format import ApiError
 from paged.server.settings import ServerConfig
 from paged.server.validation import MAX_DEPTH, check_lengths
-from tests.paged.server.serving import Served, served, simulated
+from tests.paged.server.serving import TEMPLATE, Served, served, simulated
 
 COMPLETION = {"model": "bundled", "prompt": "a cat", "max_tokens": 2}
-CHAT = {"model": "bundled", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+MESSAGES = [{"role": "user", "content": "a"}]
+CHAT = {"model": "bundled", "messages": MESSAGES, "max_tokens": 2}
 BIASES = {str(token): 1 for token in range(301)}
 
 # (field that the answer names, what is otherwise than in a good request)
@@ -33,8 +33,6 @@ BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("prompt", {"prompt": [1, 2**70]}),
     ("prompt", {"prompt": [1, 2.5]}),
     ("prompt", {"prompt": [True]}),
-    ("prompt", {"prompt": [4] * 512}),
-    ("prompt", {"prompt": "cat " * 600}),
     ("prompt", {"prompt": ["a", "cat " * 10_000]}),
     ("prompt", {"prompt": ["a"] * 200}),
     ("model", {"model": None}),
@@ -83,7 +81,6 @@ BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("stream", {"stream": "true"}),
     ("stream_options", {"stream_options": {"include_usage": True}}),
     ("stream_options", {"stream": True, "stream_options": {"include_all": True}}),
-    ("suffix", {"suffix": "end"}),
     ("grammar", {"grammar": "a*"}),
     # Each token would be compared with all of them.
     ("stop", {"stop": ["a"] * 65}),
@@ -99,10 +96,7 @@ BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
     ("messages", {"messages": [{"role": "user", "content": 5}]}),
     ("messages", {"messages": [{"role": "nobody", "content": "a"}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("messages", {"messages": [{"role": "user", "content": "cat " * 600}]}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "look_up"}}]}),
     ("tool_choice", {"tool_choice": "required"}),
-    ("reasoning_effort", {"reasoning_effort": "low"}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"eos_token": "a"}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"bos_token": "a"}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "a"}}),
@@ -115,6 +109,12 @@ BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
     ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": -3}),
     ("max_tokens", {"max_tokens": 0}),
 ]  # fmt: skip
+# Fails as the request's variables say.
+FAILING = (
+    TEMPLATE + "{{ deep | default(0) | tojson }}{{ 1 // (divisor | default(1)) }}"
+    "{{ 'a' * (times | default(0)) }}{% for i in range(count | default(0)) %}{% endfor %}"
+    "{{ raise_exception(why) if why else '' }}{{ (1).nothing.more if attribute else '' }}"
+)
 BODIES = [
     b"", b"{", b"[]", b"5", b'"a"', b"null", b"\xff\xfe", b'{"model": "bundled", "prompt":',
     b'{"model": "bundled", "prompt": "a", "\\ud800": 1}',
@@ -126,7 +126,7 @@ BODIES = [
 @pytest.fixture(scope="module")
 def server():
     settings = ServerConfig(max_body_bytes=200_000, max_pending=300)
-    with served(EngineClient(simulated(step_s=0.002)[0]), settings=settings) as running:
+    with served(simulated(step_s=0.002)[0], settings=settings, template=FAILING) as running:
         yield running
 
 
@@ -162,55 +162,42 @@ def check(response: httpx2.Response, field: str | None) -> None:
     assert response.headers["x-request-id"]
 
 
-@pytest.mark.parametrize(
-    ("path", "good", "field", "change"),
-    [("completions", COMPLETION, *case) for case in BAD_COMPLETIONS]
-    + [("chat/completions", CHAT, *case) for case in BAD_CHATS],
-)
-def test_the_field_that_is_wrong_is_named(server: Served, path, good, field, change):
-    body = json.dumps({**good, **change}).encode()
+MODEL, PROMPT = {"model": "bundled"}, {"prompt": "a cat"}
+LONG_TEXT = "cat " * 10_000
+OTHERS: list[tuple[str | None, str, Any]] = [
+    ("model", "v1/completions", PROMPT),
+    ("prompt", "v1/completions", MODEL),
+    (None, "v1/embeddings", {**MODEL, "input": "a"}),
+    ("prompt", "tokenize", {}),
+    ("prompt", "tokenize", {**PROMPT, "messages": []}),
+    ("prompt", "tokenize", {"prompt": 5}),
+    (None, "tokenize", {"prompt": "\ud800"}),
+    ("prompt", "tokenize", {"prompt": LONG_TEXT}),
+    ("messages", "tokenize", {"messages": [{"role": "user", "content": LONG_TEXT}]}),
+    ("model", "tokenize", {**PROMPT, "model": "gpt-0"}),
+    ("tokens", "detokenize", {"tokens": [600]}),
+    ("tokens", "detokenize", {"tokens": "a"}),
+    ("tokens", "detokenize", {"tokens": [4] * 1025}),
+    *((None, "v1/completions", body) for body in BODIES),
+]
+REFUSED = [
+    *((field, "v1/completions", COMPLETION | change) for field, change in BAD_COMPLETIONS),
+    *((field, "v1/chat/completions", CHAT | change) for field, change in BAD_CHATS),
+    *OTHERS,
+]
+
+
+@pytest.mark.parametrize(("field", "path", "body"), REFUSED, ids=range(len(REFUSED)))
+def test_the_field_that_is_wrong_is_named(server: Served, field, path, body):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    check(server.http.post(f"{server.url}/v1/{path}", content=body, headers=headers), field)
-
-
-@pytest.mark.parametrize("field", ["model", "prompt"])
-def test_fields_that_must_be_there(server: Served, field):
-    body = {name: value for name, value in COMPLETION.items() if name != field}
-    check(server.http.post(f"{server.url}/v1/completions", json=body), field)
-
-
-@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
-def test_bodies_that_are_no_request(server: Served, body):
-    headers = {"content-type": "application/json"}
-    response = server.http.post(f"{server.url}/v1/completions", content=body, headers=headers)
-    check(response, None)
+    check(server.http.post(f"{server.url}/{path}", content=content, headers=headers), field)
 
 
 def test_paths_and_methods_that_there_are_not(server: Served):
     check(server.http.get(f"{server.url}/v1/nothing"), None)
     check(server.http.get(f"{server.url}/v1/completions"), None)
     check(server.http.delete(f"{server.url}/v1/models"), None)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("tokenize", {}, "prompt"),
-        ("tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("tokenize", {"prompt": 5}, "prompt"),
-        ("tokenize", {"prompt": "\ud800"}, None),
-        ("tokenize", {"prompt": "cat " * 10_000}, "prompt"),
-        ("tokenize", {"messages": [{"role": "user", "content": "cat " * 10_000}]}, "messages"),
-        ("tokenize", {"prompt": "a", "model": "gpt-0"}, "model"),
-        ("detokenize", {"tokens": [600]}, "tokens"),
-        ("detokenize", {"tokens": "a"}, "tokens"),
-        ("detokenize", {"tokens": [4] * 1025}, "tokens"),
-        ("v1/embeddings", {"model": "bundled", "input": "a"}, None),
-    ],
-)
-def test_other_paths(server: Served, path, body, field):
-    content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
-    check(server.http.post(f"{server.url}/{path}", content=content, headers=headers), field)
 
 
 def test_adapters_are_loaded_only_where_that_is_allowed(server: Served):
@@ -241,20 +228,68 @@ def test_a_body_that_is_wrong_everywhere_is_told_of_the_first(server: Served, fi
     assert len(response.content) < 1000
 
 
-def nested(depth: int) -> dict[str, Any]:
-    """A request with so many nested lists and maps."""
+def nested(depth: int) -> Any:
     value: Any = 1
-    for _ in range(depth - 2):
+    for _ in range(depth):
         value = [value]
-    return {**CHAT, "chat_template_kwargs": {"value": value}}
+    return value
+
+
+def deep(depth: int) -> dict[str, Any]:
+    """A request with so many nested lists and maps."""
+    return {**CHAT, "chat_template_kwargs": {"value": nested(depth - 2)}}
+
+
+KWARGS, CONTEXT = "chat_template_kwargs", "context_length_exceeded"
+CANNOT, FAILS, DEEP = (
+    "this server does not support it",
+    "the chat template refuses",
+    "in each other",
+)
+LONG_CHAT = [{"role": "user", "content": "cat " * 600}]
+# (path, changes of a good request, field and code of the error, words of its message)
+REFUSALS: list[tuple[str, dict[str, Any], str, str | None, tuple[str, ...]]] = [
+    ("completions", {"suffix": "the end"}, "suffix", None, (CANNOT,)),
+    *[("chat/completions", {name: "high"}, name, None, (CANNOT,))
+      for name in ("tools", "functions", "reasoning_effort", "prediction")],
+    *[("completions", {"prompt": prompt}, "prompt", CONTEXT, ())
+      for prompt in ("cat " * 600, "cat " * 10_000, [4] * 512)],
+    ("chat/completions", {"messages": LONG_CHAT}, "messages", CONTEXT, ()),
+    # Clients answer CONTEXT by asking again with less: a nested prompt is not too long.
+    ("completions", {"prompt": nested(70)}, "prompt", None, (DEEP,)),
+    ("chat/completions", {KWARGS: {"deep": nested(1500)}}, KWARGS, None, (DEEP,)),
+    # Templates take seconds to render so much.
+    ("chat/completions", {"messages": MESSAGES * 513},
+     "messages", CONTEXT, ("513 messages",)),
+    ("chat/completions", {KWARGS: {"documents": [{"text": "a" * 100_000}]}}, KWARGS, CONTEXT, ()),
+    *[("chat/completions", {KWARGS: variables}, "messages", None, (FAILS, reason))
+      for variables, reason in [
+        ({"divisor": 0}, "by zero"),
+        ({"count": 10**9}, "Range too big"), ({"times": 10**17}, "MemoryError"),
+        ({"times": 10**30}, "index-sized"), ({"times": []}, "can't multiply"),
+        ({"attribute": True}, "no attribute"), ({"why": "a" * 10_000}, "aaa"),
+    ]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "code", "words"), REFUSALS, ids=range(len(REFUSALS))
+)
+def test_refusals(server: Served, path, change, param, code, words):
+    good = COMPLETION if path == "completions" else CHAT
+    answer = server.http.post(f"{server.url}/v1/{path}", json=good | change)
+    assert answer.status_code == 400 and len(answer.content) < 2000
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert all(word in error["message"] for word in (param, *words))
 
 
 def test_bodies_are_as_long_and_deep_as_they_may_be(server: Served):
     text = '[4, {"a": 5}]\\" ' * 5
     url = f"{server.url}/v1/chat/completions"
-    for body in (nested(MAX_DEPTH), {**CHAT, "messages": [{"role": "user", "content": text}]}):
+    for body in (deep(MAX_DEPTH), {**CHAT, "messages": [{"role": "user", "content": text}]}):
         assert server.http.post(url, json=body).status_code == 200
-    check(server.http.post(url, json=nested(MAX_DEPTH + 1)), "chat_template_kwargs")
+    check(server.http.post(url, json=deep(MAX_DEPTH + 1)), "chat_template_kwargs")
     check_lengths(
         json.dumps([[4] * 100, [4] * 100, {"a": "," * 1000}, "[" * 1000]).encode(), 100, 300
     )

@@ -9,10 +9,9 @@ from paged.adapters.known import KnownAdapters
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.requests.sequence import RequestOutput
-from paged.server.engine_client import EngineClient
+from paged.requests.sequence import RequestOutput, TokenLogprob
 from paged.server.settings import ServerConfig
-from tests.paged.server.serving import BUNDLED, TOKENIZER, Served, served
+from tests.paged.server.serving import BUNDLED, TOKENIZER, Served, joined, served
 from tests.paged.tiny import padded
 
 pytestmark = pytest.mark.slow  # the bundled model compiles
@@ -72,7 +71,7 @@ def offline(engine: Engine) -> dict[str, RequestOutput]:
 @pytest.fixture(scope="module")
 def server(engine: Engine, offline):
     settings = ServerConfig(allow_adapter_loading=True)
-    with served(EngineClient(engine), CONFIG, settings) as running:
+    with served(engine, CONFIG, settings) as running:
         known = KnownAdapters(BUNDLED, CONFIG)
         running.service.adapters.add(known.read("reversed", "models/bundled/adapters/reversed"))
         yield running
@@ -89,55 +88,44 @@ def spoken(option: dict[str, Any]) -> dict[str, Any]:
     return {"model": "bundled", **body, "extra_body": extra}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_completions(server: Served, offline, name):
-    wanted = offline[name]
-    answer = server.client.completions.create(prompt=PROMPT, **spoken(OPTIONS[name]))
-    assert [choice.text for choice in answer.choices] == [s.text for s in wanted.sequences]
-    reasons = [FINISH[sequence.finish_reason or ""] for sequence in wanted.sequences]
-    assert [choice.finish_reason for choice in answer.choices] == reasons
-    assert answer.usage.completion_tokens == sum(len(s.tokens) for s in wanted.sequences)
-    for choice, sequence in zip(answer.choices, wanted.sequences, strict=True):
+def named(logprob: TokenLogprob) -> dict[str, float]:
+    """The alternatives and the token itself by their texts."""
+    values = {**logprob.top, logprob.token: logprob.logprob}
+    return {TOKENIZER.decode([token]): value for token, value in values.items()}
+
+
+WAYS = [(name, False) for name in OPTIONS] + [(name, True) for name in OPTIONS if name != "best of"]
+
+
+@pytest.mark.parametrize(("name", "stream"), WAYS)
+def test_completions(server: Served, offline, name, stream):
+    how = spoken(OPTIONS[name])
+    answer = server.client.completions.create(prompt=PROMPT, stream=stream, **how)
+    chunks = list(answer) if stream else [answer]
+    wanted = offline[name].sequences
+    assert joined(chunks, len(wanted)) == [sequence.text for sequence in wanted]
+    for i, sequence in enumerate(wanted):
+        parts = [choice for chunk in chunks for choice in chunk.choices if choice.index == i]
+        assert parts[-1].finish_reason == FINISH[sequence.finish_reason or ""]
+        told = [part.logprobs for part in parts if part.logprobs]
         if sequence.logprobs is None:
-            assert choice.logprobs is None
+            assert not told
             continue
-        told = choice.logprobs
-        assert told.token_logprobs == pytest.approx(
-            [p.logprob for p in sequence.logprobs], abs=1e-5
-        )
-        assert told.tokens == [TOKENIZER.decode([token]) for token in sequence.tokens]
-        assert told.text_offset[0] == 0
-        if not OPTIONS[name]["logprobs"]:
-            assert told.top_logprobs is None
-            continue
-        for best, each in zip(told.top_logprobs, sequence.logprobs, strict=True):
-            named = {TOKENIZER.decode([t]): p for t, p in each.top.items()}
-            named[TOKENIZER.decode([each.token])] = each.logprob
-            assert best == pytest.approx(named, abs=1e-5)
 
+        def all_of(field: str, told=told) -> list:
+            return [each for part in told for each in getattr(part, field) or ()]
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "best of"])
-def test_streamed_completions(server: Served, offline, name):
-    wanted = offline[name]
-    count = len(wanted.sequences)
-    texts, reasons = [""] * count, [None] * count
-    logprobs: list[list[float]] = [[] for _ in range(count)]
-    offsets: list[list[int]] = [[] for _ in range(count)]
-    for chunk in server.client.completions.create(
-        prompt=PROMPT, stream=True, **spoken(OPTIONS[name])
-    ):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason
-            if choice.logprobs:
-                logprobs[choice.index] += choice.logprobs.token_logprobs
-                offsets[choice.index] += choice.logprobs.text_offset
-    assert texts == [sequence.text for sequence in wanted.sequences]
-    assert reasons == [FINISH[s.finish_reason or ""] for s in wanted.sequences]
-    for i, sequence in enumerate(wanted.sequences):
-        expected = [p.logprob for p in sequence.logprobs or ()]
-        assert logprobs[i] == pytest.approx(expected, abs=1e-5)
-        assert offsets[i] == sorted(offsets[i])
+        logprobs = [p.logprob for p in sequence.logprobs]
+        assert all_of("token_logprobs") == pytest.approx(logprobs, abs=1e-5)
+        assert all_of("tokens") == [TOKENIZER.decode([token]) for token in sequence.tokens]
+        assert all_of("text_offset") == sorted(all_of("text_offset"))
+        assert all_of("text_offset")[0] == 0
+        best = [named(p) for p in sequence.logprobs] if OPTIONS[name]["logprobs"] else []
+        assert len(all_of("top_logprobs")) == len(best)
+        for told_best, each in zip(all_of("top_logprobs"), best, strict=True):
+            assert told_best == pytest.approx(each, abs=1e-5)
+    if not stream:
+        assert answer.usage.completion_tokens == sum(len(s.tokens) for s in wanted)
 
 
 def test_chat_has_log_probabilities_of_its_own_shape(server: Served, engine: Engine):
@@ -159,8 +147,7 @@ def test_chat_has_log_probabilities_of_its_own_shape(server: Served, engine: Eng
             assert one.logprob == pytest.approx(each.logprob, abs=1e-5)
             assert bytes(one.bytes).decode() == one.token == TOKENIZER.decode([each.token])
             best = {top.token: top.logprob for top in one.top_logprobs}
-            named = {TOKENIZER.decode([t]): p for t, p in each.top.items()}
-            assert best == pytest.approx(named, abs=1e-5)
+            assert best == pytest.approx(named(each), abs=1e-5)
     bare = server.client.chat.completions.create(**how, logprobs=True).choices[0]
     assert all(one.top_logprobs == [] for one in bare.logprobs.content)
 
@@ -186,15 +173,6 @@ def test_an_echo_tells_what_the_prompt_was_worth(server: Served, offline):
     scored = server.client.completions.create(**how).choices[0].model_extra["prompt_logprobs"]
     assert scored[0] is None and len(scored) == len(wanted.prompt_tokens)
     assert scored[3]["logprob"] == pytest.approx(wanted.prompt_logprobs[3].logprob, abs=1e-5)
-
-
-def test_cached_tokens_are_counted(server: Served):
-    how = {"model": "bundled", "prompt": "A prefix that nobody had. " * 6, "max_tokens": 2}
-    usages = [server.client.completions.create(**how).usage for _ in range(2)]
-    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
-    assert cached == [0, (usages[0].prompt_tokens - 1) // 16 * 16]
-    salted = server.client.completions.create(**how, extra_body={"cache_salt": "mine"}).usage
-    assert salted.prompt_tokens_details.cached_tokens == 0
 
 
 def test_adapters_are_models(server: Served, offline):

@@ -11,27 +11,23 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from paged.server.engine_client import EngineClient
 from paged.server.settings import ServerConfig
-from tests.paged.server.serving import KEY, TOKENIZER, Served, served, simulated
+from tests.paged.server.serving import (
+    KEY,
+    TOKENIZER,
+    Served,
+    connected,
+    head,
+    posted,
+    served,
+    simulated,
+    until,
+)
 
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r]*\r\n")
 HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: x\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-
-
-def head(*lines: str, path: str = "/v1/completions") -> bytes:
-    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", *lines, "", ""]).encode()
-
-
-def posted(content: bytes, *lines: str, path: str = "/v1/completions") -> bytes:
-    kind, length = "Content-Type: application/json", f"Content-Length: {len(content)}"
-    return head(kind, length, *lines, path=path) + content
-
-
-def connected(server: Served) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.server.port), timeout=60)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -50,12 +46,6 @@ def statuses(server: Served, *segments: bytes) -> list[int]:
             connection.sendall(segment)
             time.sleep(0.02)  # most likely a segment of its own
         return [int(status) for status in STATUS.findall(read_all(connection))]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(EngineClient(simulated()[0])) as running:
-        yield running
 
 
 OFFER = posted(HIDDEN, "Connection: Upgrade", "Upgrade: h2c", path="/tokenize")
@@ -96,7 +86,7 @@ def test_what_others_may_read_otherwise_is_refused_and_nothing_follows(server, r
 
 
 def test_bad_lengths_need_no_key():
-    with served(EngineClient(simulated()[0]), keys=[KEY]) as server:
+    with served(simulated()[0], keys=[KEY]) as server:
         assert statuses(server, head("Content-Length: " + "0" * 5000)) == [400]
 
 
@@ -116,7 +106,7 @@ def test_who_sends_too_much_is_told_and_cut_off(server, chunked):
 def hasty() -> Iterator[Served]:
     """A server that waits for little, and has room for few."""
     settings = ServerConfig(head_timeout_s=1, body_timeout_s=0.2, max_connections=8)
-    with served(EngineClient(simulated()[0]), settings=settings) as running:
+    with served(simulated()[0], settings=settings) as running:
         yield running
 
 
@@ -148,13 +138,12 @@ def test_who_waits_makes_room(hasty, caplog):
     """Above the limit of connections; who is served stays."""
     engine, executor = simulated()
     settings = ServerConfig(max_connections=8)
-    with served(EngineClient(engine), settings=settings) as server, ExitStack() as open_:
+    with served(engine, settings=settings) as server, ExitStack() as open_:
         executor.go.clear()
         body = {"model": "bundled", "prompt": "a cat", "max_tokens": 4, "ignore_eos": True}
         busy = open_.enter_context(connected(server))
-        busy.sendall(posted(json.dumps(body).encode(), "Connection: close"))
-        while not server.service.pending:
-            time.sleep(0.01)
+        busy.sendall(posted(body, "Connection: close"))
+        until(lambda: server.service.pending)
         idle = [open_.enter_context(connected(server)) for _ in range(20)]
         for each in idle:
             each.sendall(b"GET /health HTTP/1.1\r\nX")
@@ -169,7 +158,7 @@ def test_who_closes_one_side_has_left(server):
     """As README says: nothing else shows that a client has gone before it is written to."""
     body = {"model": "bundled", "prompt": "a cat", "max_tokens": 400, "ignore_eos": True}
     with connected(server) as connection:
-        connection.sendall(posted(json.dumps(body).encode()))
+        connection.sendall(posted(body))
         connection.shutdown(socket.SHUT_WR)
         read_all(connection)
     assert not any(server.wait_until_idle().values())
@@ -214,7 +203,7 @@ def holding(server: Served, held: Held, bodies: Sequence[bytes]) -> Iterator[lis
 
 LONG_TEXT = "cat " * 1500
 MESSAGES = [{"role": "user", "content": LONG_TEXT}]
-HEAVY = {
+HEAVY: dict[str, dict] = {
     "/tokenize": {"prompt": LONG_TEXT},
     "/detokenize": {"tokens": [400] * 1024},
     "/v1/completions": {"model": "bundled", "prompt": LONG_TEXT},
@@ -226,9 +215,8 @@ HEAVY = {
 def test_heavy_work_of_one_client_stops_nobody(path):
     """It blocks neither the event loop nor all threads."""
     held = Held()
-    with served(EngineClient(simulated()[0]), tokenizer=held) as server:
-        content = json.dumps(HEAVY[path]).encode()
-        heavy = posted(content, "Connection: close", path=path)
+    with served(simulated()[0], tokenizer=held) as server:
+        heavy = posted(HEAVY[path], "Connection: close", path=path)
         with holding(server, held, [heavy] * 12) as connections:
             for _ in range(3):
                 message = {"role": "user", "content": "a cat"}

@@ -5,51 +5,43 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import openai
 import pytest
 
-from paged.server.engine_client import EngineClient
 from paged.server.service import Pace
 from paged.server.settings import ServerConfig
-from tests.paged.server.serving import CONFIG, KEY, Served, served, simulated
+from tests.paged.server.serving import (
+    CONFIG,
+    KEY,
+    Served,
+    connected,
+    head,
+    joined,
+    posted,
+    served,
+    simulated,
+    until,
+)
 
 LONG = {"model": "bundled", "prompt": "a cat", "max_tokens": 400, "seed": 1}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(EngineClient(simulated()[0])) as running:
-        yield running
-
-
-def send(server: Served, text: str) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.server.port), timeout=30)
-    connection.sendall(text.encode())
-    return connection
-
-
-def posted(body: dict, path: str = "/v1/completions") -> str:
-    content = json.dumps(body)
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n{content}"
-    )
+def streamed(server: Served):
+    return server.client.completions.create(stream=True, **LONG)
 
 
 def test_more_than_may_wait_are_told_when_to_come_again():
     engine, executor = simulated(step_s=0.001)
     settings = ServerConfig(max_pending=4, max_prompts=4)
-    with served(EngineClient(engine), settings=settings) as server:
+    with served(engine, settings=settings) as server:
         for _ in range(3):  # there is a pace then
             server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
         executor.go.clear()
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             running = [pool.submit(server.client.completions.create, **LONG) for _ in range(4)]
-            while server.service.pending < 4:
-                time.sleep(0.01)
+            until(lambda: server.service.pending == 4)
             with pytest.raises(openai.RateLimitError, match="4 prompts are pending") as caught:
                 server.client.completions.create(**LONG)
             assert int(caught.value.response.headers["retry-after"]) >= 1
@@ -74,35 +66,34 @@ def test_retry_after_is_what_the_rate_says():
 
 def test_requests_that_take_too_long_are_aborted():
     engine, _ = simulated(step_s=0.01)
-    with served(EngineClient(engine), settings=ServerConfig(request_timeout_s=0.3)) as server:
+    with served(engine, settings=ServerConfig(request_timeout_s=0.3)) as server:
         with pytest.raises(openai.InternalServerError, match=r"longer than 0\.3 s") as caught:
             server.client.completions.create(**LONG)
         assert caught.value.status_code == 504
         with pytest.raises(openai.APIError, match=r"longer than 0\.3 s"):
-            list(server.client.completions.create(stream=True, **LONG))
+            list(streamed(server))
         assert not any(server.wait_until_idle().values())
 
 
 def test_heads_and_trailers_have_an_end(server: Served):
-    chunked = posted(LONG).replace("Content-Length", "X-Length").split("\r\n\r\n")[0]
-    chunked += "\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
-    for begun in ("GET /health HTTP/1.1\r\nHost: x\r\n", chunked):
-        with send(server, begun) as connection, pytest.raises(OSError):
+    chunked = head("Content-Type: application/json", "Transfer-Encoding: chunked")
+    for begun in (b"GET /health HTTP/1.1\r\nHost: x\r\n", chunked + b"2\r\n{}\r\n0\r\n"):
+        with connected(server) as connection, pytest.raises(OSError):
+            connection.sendall(begun)
             for i in range(10_000):
                 connection.sendall(b"a%d: %s\r\n" % (i, b"b" * 10_000))
     assert server.http.get(f"{server.url}/health").status_code == 200
 
 
 def test_who_offers_another_protocol_is_served_in_this_one(server: Served):
-    content = json.dumps(LONG | {"max_tokens": 2})
+    body = LONG | {"max_tokens": 2}
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "A"}
-    headers = {"content-type": "application/json", **offer}
-    answer = server.http.post(f"{server.url}/v1/completions", content=content, headers=headers)
+    answer = server.http.post(f"{server.url}/v1/completions", json=body, headers=offer)
     assert answer.status_code == 200
 
 
 def test_keys():
-    with served(EngineClient(simulated()[0]), keys=["other", KEY, "clé"]) as server:
+    with served(simulated()[0], keys=["other", KEY, "clé"]) as server:
         accented = {b"authorization": "Bearer clé".encode()}
         assert server.http.get(f"{server.url}/v1/models", headers=accented).status_code == 200
         assert server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
@@ -126,7 +117,7 @@ def test_request_ids(server: Served):
 
 def test_nobody_writes_lines_of_their_own_into_the_log(caplog):
     caplog.set_level("INFO", "paged.server.access")
-    with served(EngineClient(simulated()[0])) as server:  # its end waits for the line
+    with served(simulated()[0]) as server:  # its end waits for the line
         server.http.get(f"{server.url}/x%0Areq-0%20GET%20/secret%00")
     (told,) = [each.getMessage() for each in caplog.records if "secret" in each.getMessage()]
     assert told.isprintable() and "GET /x%0Areq-0" in told
@@ -135,10 +126,11 @@ def test_nobody_writes_lines_of_their_own_into_the_log(caplog):
 def test_clients_that_leave_take_their_requests_along():
     """At any time: before the first token, in the middle, with a full socket."""
     engine, executor = simulated(step_s=0.001)
-    with served(EngineClient(engine)) as server:
+    with served(engine) as server:
         for i in range(40):
             body = {**LONG, "stream": bool(i % 2), "n": 1 + i % 3, "temperature": 1, "seed": i}
-            connection = send(server, posted(body))
+            connection = connected(server)
+            connection.sendall(posted(body))
             if i % 4 == 1:
                 connection.recv(200)
             time.sleep(0.002 * (i % 5))
@@ -147,18 +139,24 @@ def test_clients_that_leave_take_their_requests_along():
         assert server.client.completions.create(**LONG).choices[0].finish_reason == "length"
 
 
+def slow_reader(server: Served, body: dict) -> socket.socket:
+    """A client with a small buffer that has read nothing yet."""
+    idle = socket.socket()
+    idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    idle.connect(("127.0.0.1", server.server.port))
+    idle.sendall(posted(body))
+    return idle
+
+
 @pytest.mark.slow  # thousands of events
 def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
     """However far its socket and its buffer fill up."""
     config = replace(CONFIG, max_model_len=2048, kv_cache_tokens=8192, page_size=64)
     engine, _ = simulated(config)
     settings = ServerConfig(max_buffered_tokens=16)
-    with served(EngineClient(engine), config, settings) as server:
+    with served(engine, config, settings) as server:
         body = {**LONG, "max_tokens": 2000, "n": 4, "temperature": 1, "stream": True}
-        idle = socket.socket()
-        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        idle.connect(("127.0.0.1", server.server.port))
-        idle.sendall(posted(body).encode())
+        idle = slow_reader(server, body)
         whole = server.client.completions.create(**{**body, "stream": False})
         time.sleep(0.5)
         received = b""
@@ -177,28 +175,17 @@ def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
         assert not any(server.wait_until_idle().values())
 
 
-def reads_nothing(server: Served) -> socket.socket:
-    """A client whose stream fills its socket."""
-    idle = socket.socket()
-    idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    idle.connect(("127.0.0.1", server.server.port))
-    body = {**LONG, "prompt": [[4] * 400] * 128, "max_tokens": 100, "n": 8, "stream": True}
-    idle.sendall(posted(body).encode())
-    return idle
-
-
 @pytest.mark.slow  # so much that no socket takes it
 def test_who_does_not_read_is_cut_off_and_holds_up_no_end():
     """Neither when the time of a request is over, nor when the server ends."""
     settings = ServerConfig(request_timeout_s=3, drain_s=0.1)
-    with served(EngineClient(simulated()[0]), settings=settings) as server:
-        with reads_nothing(server):
-            while not server.service.pending:
-                time.sleep(0.01)
+    body = {**LONG, "prompt": [[4] * 400] * 128, "max_tokens": 100, "n": 8, "stream": True}
+    with served(simulated()[0], settings=settings) as server:
+        with slow_reader(server, body):
+            until(lambda: server.service.pending)
             assert not any(server.wait_until_idle().values())
-        with reads_nothing(server):
-            while not server.service.pending:
-                time.sleep(0.01)
+        with slow_reader(server, body):
+            until(lambda: server.service.pending)
             time.sleep(1)
             server.server.stop()
             server.thread.join(20)
@@ -207,40 +194,32 @@ def test_who_does_not_read_is_cut_off_and_holds_up_no_end():
 
 def test_draining_refuses_new_requests_and_ends_running_ones():
     engine, executor = simulated(step_s=0.002)
-    with served(EngineClient(engine), settings=ServerConfig(drain_s=20)) as server:
+    with served(engine, settings=ServerConfig(drain_s=20)) as server:
         executor.go.clear()
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             whole = pool.submit(server.client.completions.create, **LONG)
-            stream = pool.submit(
-                lambda: list(server.client.completions.create(stream=True, **LONG))
-            )
-            while server.service.pending < 2:
-                time.sleep(0.01)
+            stream = pool.submit(lambda: joined(streamed(server)))
+            until(lambda: server.service.pending == 2)
             server.server.stop()
-            while not server.service.draining:
-                time.sleep(0.01)
+            until(lambda: server.service.draining)
             refused = server.http.post(f"{server.url}/v1/completions", json=LONG)
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert refused.json()["error"]["code"] == "shutting_down"
             assert server.http.get(f"{server.url}/health").status_code == 503
             executor.go.set()
-            text = whole.result().choices[0].text
-            assert text == "".join(chunk.choices[0].text for chunk in stream.result())
+            assert [whole.result().choices[0].text] == stream.result()
         server.thread.join(20)
         assert not server.thread.is_alive()
 
 
 def test_what_drains_too_long_gets_an_error():
     engine, executor = simulated()
-    with served(EngineClient(engine), settings=ServerConfig(drain_s=0.2)) as server:
+    with served(engine, settings=ServerConfig(drain_s=0.2)) as server:
         executor.go.clear()
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             whole = pool.submit(server.client.completions.create, **LONG)
-            stream = pool.submit(
-                lambda: list(server.client.completions.create(stream=True, **LONG))
-            )
-            while server.service.pending < 2:
-                time.sleep(0.01)
+            stream = pool.submit(lambda: joined(streamed(server)))
+            until(lambda: server.service.pending == 2)
             server.server.stop()
             for future in (whole, stream):
                 with pytest.raises(openai.APIError, match="has shut down"):
@@ -251,31 +230,25 @@ def test_what_drains_too_long_gets_an_error():
 
 def test_a_step_that_fails_is_an_error_and_the_server_goes_on():
     engine, executor = simulated()
-    with served(EngineClient(engine)) as server:
+    with served(engine) as server:
         wanted = server.client.completions.create(**LONG).choices[0].text
         executor.failure = RuntimeError("the device is gone")
         with pytest.raises(openai.InternalServerError, match="engine has failed"):
             server.client.completions.create(**LONG)
         executor.step_s = 0.005
-        chunks = []
-
-        def read() -> None:
-            for chunk in server.client.completions.create(stream=True, **LONG):
-                chunks.append(chunk)
-
-        reader = concurrent.futures.ThreadPoolExecutor(1).submit(read)
-        while not chunks:
-            time.sleep(0.001)
+        stream = streamed(server)
+        next(stream)
         executor.failure = RuntimeError("the device is gone")
         with pytest.raises(openai.APIError, match="engine has failed"):
-            reader.result(20)
+            joined(stream)
         executor.step_s = 0
         assert server.client.completions.create(**LONG).choices[0].text == wanted
+        assert "paged_failed_steps_total 2.0" in server.http.get(f"{server.url}/metrics").text
         assert not any(server.wait_until_idle().values())
 
 
 def test_without_an_engine_nothing_waits():
-    with served(EngineClient(simulated()[0])) as server:
+    with served(simulated()[0]) as server:
         server.engine_client.close()
         for path in ("health", "metrics", "state"):
             answer = server.http.get(f"{server.url}/{path}")
@@ -285,7 +258,7 @@ def test_without_an_engine_nothing_waits():
 
 def test_threads_end_with_the_server():
     before = {*threading.enumerate()}
-    with served(EngineClient(simulated()[0])) as server:
+    with served(simulated()[0]) as server:
         assert server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
     left = {*threading.enumerate()} - before
     assert "engine" not in {thread.name for thread in left} and len(left) <= 1

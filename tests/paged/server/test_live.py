@@ -12,7 +12,6 @@ from paged.kv_cache import POLICIES
 from paged.kv_cache.host import CACHED, FREE, SHARED
 from paged.requests.sampling_params import SamplingParams
 from paged.server import live
-from paged.server.engine_client import EngineClient
 from paged.server.live import MAX_CELLS, MAX_REQUESTS, PAGE, view
 from tests.paged.server.serving import CONFIG, KEY, served, simulated
 
@@ -85,7 +84,7 @@ def test_large_pools_and_long_queues_are_told_in_short():
 
 def test_state_is_made_while_requests_run(monkeypatch):
     engine, executor = simulated(CONFIG, step_s=0.005)
-    with served(EngineClient(engine)) as running:
+    with served(engine) as running:
         monkeypatch.setattr(live, "FRESH_S", 0.0)
         ask = threading.Thread(
             target=lambda: running.client.completions.create(
@@ -111,7 +110,7 @@ def test_state_is_made_while_requests_run(monkeypatch):
 
 
 def test_the_page_needs_no_key_and_no_other_machine_and_the_state_a_key():
-    with served(EngineClient(simulated()[0]), keys=[KEY]) as running:
+    with served(simulated()[0], keys=[KEY]) as running:
         page = httpx2.get(running.url + "/")
         refused = httpx2.get(running.url + "/state")
         told = httpx2.get(running.url + "/state", headers={"Authorization": f"Bearer {KEY}"})
@@ -125,7 +124,7 @@ def test_the_page_needs_no_key_and_no_other_machine_and_the_state_a_key():
 @pytest.mark.parametrize("policy", CONFIGS)
 def test_each_policy_tells_what_it_saves(policy):
     config = CONFIGS[policy]
-    with served(EngineClient(simulated(config)[0]), config) as server:
+    with served(simulated(config)[0], config) as server:
         server.client.completions.create(model="bundled", prompt="a cat", max_tokens=4)
         assert server.http.get(f"{server.url}/state").status_code == 200
         told = server.http.get(f"{server.url}/metrics").text

@@ -18,7 +18,6 @@ from models.full_attention import causal_attend
 from models.hub import BUNDLED
 from paged.config import EngineConfig
 from paged.engine import Engine
-from paged.server.engine_client import EngineClient
 from tests.paged.server.serving import TOKENIZER, Served, served
 from tests.paged.tiny import padded
 
@@ -71,7 +70,7 @@ def questions() -> list[dict]:
 def server():
     model, params = checkpoint.load("bundled", "float32")
     engine = padded(Engine.from_model(params, model, CONFIG, TOKENIZER))
-    with served(EngineClient(engine), CONFIG) as running:
+    with served(engine, CONFIG) as running:
         yield running
 
 

@@ -7,14 +7,13 @@ import pytest
 
 from paged.adapters.known import KnownAdapters
 from paged.requests.stopping import decode
-from paged.server.engine_client import EngineClient
 from tests.paged.server.serving import (
     BUNDLED,
     CONFIG,
     KEY,
-    TEMPLATE,
     TOKENIZER,
     Served,
+    joined,
     scripted,
     served,
     simulated,
@@ -23,21 +22,8 @@ from tests.paged.server.serving import (
 COMPLETION = {"model": "bundled", "prompt": "a cat", "max_tokens": 4, "seed": 1}
 MESSAGES = [{"role": "user", "content": "Who?"}]
 CHAT = {"model": "bundled", "messages": MESSAGES, "max_tokens": 4, "seed": 1}
-# Fails as the request's variables say.
-FAILING = (
-    TEMPLATE + "{{ deep | default(0) | tojson }}{{ 1 // (divisor | default(1)) }}"
-    "{{ 'a' * (times | default(0)) }}{% for i in range(count | default(0)) %}{% endfor %}"
-    "{{ raise_exception(why) if why else '' }}{{ (1).nothing.more if attribute else '' }}"
-)
 CACHING = replace(CONFIG, prefix_caching=True)
 LONG = "The old sailor counted to five. " * 8
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served(EngineClient(simulated()[0]), template=FAILING) as running:
-        yield running
-        assert not any(running.wait_until_idle().values())
 
 
 def post(server: Served, path: str, body: dict[str, Any]):
@@ -65,57 +51,6 @@ def test_empty_fields_are_no_wishes(server: Served, more):
         assert answer.json()["choices"] == wanted["choices"]
 
 
-def nested(depth: int) -> list:
-    inner: list = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
-
-
-KWARGS, CONTEXT = "chat_template_kwargs", "context_length_exceeded"
-CANNOT, FAILS, DEEP = (
-    "this server does not support it",
-    "the chat template refuses",
-    "in each other",
-)
-LONG_CHAT = [{"role": "user", "content": "cat " * 600}]
-# (path, changes of a good request, field and code of the error, words of its message)
-REFUSALS: list[tuple[str, dict[str, Any], str, str | None, tuple[str, ...]]] = [
-    ("completions", {"suffix": "the end"}, "suffix", None, (CANNOT,)),
-    *[("chat/completions", {name: "high"}, name, None, (CANNOT,))
-      for name in ("tools", "functions", "reasoning_effort", "prediction")],
-    *[("completions", {"prompt": prompt}, "prompt", CONTEXT, ())
-      for prompt in ("cat " * 600, "cat " * 10_000, [4] * 512)],
-    ("chat/completions", {"messages": LONG_CHAT}, "messages", CONTEXT, ()),
-    # Clients answer CONTEXT by asking again with less: a nested prompt is not too long.
-    ("completions", {"prompt": nested(70)}, "prompt", None, (DEEP,)),
-    ("chat/completions", {KWARGS: {"deep": nested(1500)}}, KWARGS, None, (DEEP,)),
-    # Templates take seconds to render so much.
-    ("chat/completions", {"messages": [*MESSAGES * 512, {"role": "nobody", "content": "a"}]},
-     "messages", CONTEXT, ("513 messages",)),
-    ("chat/completions", {KWARGS: {"documents": [{"text": "a" * 100_000}]}}, KWARGS, CONTEXT, ()),
-    *[("chat/completions", {KWARGS: variables}, "messages", None, (FAILS, reason))
-      for variables, reason in [
-        ({"divisor": 0}, "by zero"),
-        ({"count": 10**9}, "Range too big"), ({"times": 10**17}, "MemoryError"),
-        ({"times": 10**30}, "index-sized"), ({"times": []}, "can't multiply"),
-        ({"attribute": True}, "no attribute"), ({"why": "a" * 10_000}, "aaa"),
-    ]],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("path", "change", "param", "code", "words"), REFUSALS, ids=range(len(REFUSALS))
-)
-def test_refusals(server: Served, path, change, param, code, words):
-    good = COMPLETION if path == "completions" else CHAT
-    answer = post(server, path, good | change)
-    assert answer.status_code == 400 and len(answer.content) < 2000
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == (param, code)
-    assert all(word in error["message"] for word in (param, *words))
-
-
 def test_an_answer_may_be_sent_back(server: Served):
     """As the official client holds it, with fields that are null."""
     create = server.client.chat.completions.create
@@ -135,13 +70,13 @@ def test_the_text_of_a_special_token_means_the_token():
     """In streams as well; `ignore_eos` is about ends that the request does not name."""
     unknown, end = TOKENIZER.convert_tokens_to_ids(["<unk>", "</s>"])
     tokens = [90, 91, 92, unknown, 93, end]
-    with served(EngineClient(scripted(tokens, 3))) as server:
+    with served(scripted(tokens, 3)) as server:
 
         def text(stop, **more) -> tuple[str, str]:
             how = {"model": "bundled", "prompt": [4, 4, 4], "max_tokens": 20, "stop": stop}
             choice = server.client.completions.create(**how, extra_body=more).choices[0]
             chunks = list(server.client.completions.create(**how, extra_body=more, stream=True))
-            assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+            assert joined(chunks) == [choice.text]
             assert chunks[-1].choices[0].finish_reason == choice.finish_reason
             return choice.text, choice.finish_reason
 
@@ -201,7 +136,7 @@ def test_keys_share_no_cached_prefix():
         answer = server.http.post(f"{server.url}/v1/completions", json=body, headers=headers)
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with served(EngineClient(simulated(CACHING)[0]), CACHING, keys=[KEY, "other"]) as server:
+    with served(simulated(CACHING)[0], CACHING, keys=[KEY, "other"]) as server:
         assert cached(server, KEY) == 0
         most = cached(server, KEY)
         assert most > 0
@@ -209,13 +144,13 @@ def test_keys_share_no_cached_prefix():
         assert cached(server, KEY, cache_salt="own") == 0
         assert cached(server, KEY, cache_salt="own") == most
         assert cached(server, KEY) == most
-    with served(EngineClient(simulated(CACHING)[0]), CACHING) as server:
+    with served(simulated(CACHING)[0], CACHING) as server:
         assert cached(server, None) == 0 and cached(server, None) == most
 
 
 def test_models_are_told_without_their_folders_and_chat_without_a_template_is_refused():
     folder = "models/bundled/adapters/reversed"
-    with served(EngineClient(simulated()[0]), template=None) as server:
+    with served(simulated()[0], template=None) as server:
         error = post(server, "chat/completions", CHAT).json()["error"]
         assert (error["param"], error["code"]) == ("messages", "no_chat_template")
         server.service.adapters.add(KnownAdapters(BUNDLED, CONFIG).read("reversed", folder))

@@ -8,18 +8,11 @@ import pytest
 
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.server.engine_client import EngineClient
-from tests.paged.server.serving import TOKENIZER, Served, served, simulated
+from tests.paged.server.serving import TOKENIZER, Served, joined, simulated
 
 SEEDED = {"seed": 7, "temperature": 0.8}
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}]
 CHAT_TEXT = "<s>system: Be short.\nuser: Who?\nassistant:"
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served(EngineClient(simulated()[0])) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +26,11 @@ def expected(offline: Engine, prompt, **how) -> list[str]:
 
 
 def test_a_completion_is_the_engines(server: Served, offline: Engine):
-    answer = server.client.completions.create(
-        model="bundled", prompt="The old sailor", max_tokens=12, **SEEDED
-    )
-    assert [choice.text for choice in answer.choices] == expected(
-        offline, "The old sailor", max_tokens=12
-    )
+    text = "The old sailor"
+    answer = server.client.completions.create(model="bundled", prompt=text, max_tokens=12, **SEEDED)
+    assert [choice.text for choice in answer.choices] == expected(offline, text, max_tokens=12)
     assert answer.choices[0].finish_reason == "length" and answer.object == "text_completion"
-    prompt = len(TOKENIZER.encode("The old sailor"))
+    prompt = len(TOKENIZER.encode(text))
     assert answer.usage.prompt_tokens == prompt
     assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (12, prompt + 12)
 
@@ -65,14 +55,11 @@ def test_streamed_completions_are_whole_ones(server: Served, offline: Engine):
         stream_options={"include_usage": True}, **SEEDED,
     )  # fmt: skip
     *chunks, last = stream
-    texts, reasons = [""] * 4, [None] * 4
-    for chunk in chunks:
-        assert chunk.usage is None and chunk.id == last.id
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason
+    assert all(chunk.usage is None and chunk.id == last.id for chunk in chunks)
     wanted = [t for p in ("a cat", "two dogs") for t in expected(offline, p, max_tokens=20, n=2)]
-    assert texts == wanted and reasons == ["length"] * 4
+    assert joined(chunks, 4) == wanted
+    reasons = {choice.index: choice.finish_reason for chunk in chunks for choice in chunk.choices}
+    assert reasons == dict.fromkeys(range(4), "length")
     assert last.choices == [] and last.usage.completion_tokens == 80
 
 
@@ -99,14 +86,13 @@ def test_chat_goes_on_to_the_end_of_the_context(server: Served):
 
 def test_content_in_parts(server: Served):
     parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}]
-    answers = [
-        server.client.chat.completions.create(
-            model="bundled", messages=[{"role": "user", "content": content}], max_tokens=4, **SEEDED
-        )
-        for content in ("Who?", parts)
-    ]
-    assert answers[0].usage == answers[1].usage
-    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    how = {"model": "bundled", "max_tokens": 4, **SEEDED}
+    plain, in_parts = (
+        server.client.chat.completions.create(messages=[{"role": "user", "content": each}], **how)
+        for each in ("Who?", parts)
+    )
+    assert plain.usage == in_parts.usage
+    assert plain.choices[0].message.content == in_parts.choices[0].message.content
 
 
 def test_stop_strings_are_cut_in_streams_too(server: Served, offline: Engine):
@@ -116,7 +102,7 @@ def test_stop_strings_are_cut_in_streams_too(server: Served, offline: Engine):
     answer = server.client.completions.create(**how).choices[0]
     assert answer.text == whole[: whole.find(stop)] and answer.finish_reason == "stop"
     chunks = list(server.client.completions.create(stream=True, **how))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.text
+    assert joined(chunks) == [answer.text]
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
@@ -125,10 +111,8 @@ def test_an_echo_begins_with_the_prompt(server: Served, offline: Engine):
     answer = server.client.completions.create(max_tokens=4, **how)
     wanted = [p + expected(offline, p, max_tokens=4)[0] for p in ("a cat", "two dogs")]
     assert [choice.text for choice in answer.choices] == wanted
-    texts = ["", ""]
-    for chunk in server.client.completions.create(max_tokens=4, stream=True, **how):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == wanted
+    stream = server.client.completions.create(max_tokens=4, stream=True, **how)
+    assert joined(stream, 2) == wanted
     nothing = server.client.completions.create(max_tokens=0, **how)
     assert [choice.text for choice in nothing.choices] == ["a cat", "two dogs"]
     assert nothing.usage.completion_tokens == 0
@@ -139,11 +123,8 @@ def test_searches_and_the_best_of_samples_come_whole(server: Served):
     how = {"model": "bundled", "prompt": "a cat", "n": 2, "max_tokens": 6}
     beams = server.client.completions.create(**how, extra_body={"beam_width": 3})
     assert len(beams.choices) == 2 and all(choice.text for choice in beams.choices)
-    streamed = ["", ""]
-    for chunk in server.client.completions.create(**how, stream=True, extra_body={"beam_width": 3}):
-        for choice in chunk.choices:
-            streamed[choice.index] += choice.text
-    assert all(streamed)
+    stream = server.client.completions.create(**how, stream=True, extra_body={"beam_width": 3})
+    assert all(joined(stream, 2))
     best = server.client.completions.create(**{**how, "n": 1, **SEEDED}, best_of=3)
     assert len(best.choices) == 1
 
@@ -158,18 +139,17 @@ def test_models(server: Served):
 
 def test_tokens_and_back(server: Served):
     text = "The old sailor\n counted to 12."
-    told = server.http.post(
-        f"{server.url}/tokenize", json={"model": "bundled", "prompt": text}
-    ).json()
+
+    def asked(path: str, **body):
+        return server.http.post(f"{server.url}/{path}", json=body).json()
+
+    told = asked("tokenize", model="bundled", prompt=text)
     assert told["tokens"] == TOKENIZER.encode(text) and told["count"] == len(told["tokens"])
-    bare = server.http.post(
-        f"{server.url}/tokenize", json={"prompt": text, "add_special_tokens": False}
-    ).json()
+    bare = asked("tokenize", prompt=text, add_special_tokens=False)
     assert bare["tokens"] == told["tokens"][1:]
-    chat = server.http.post(f"{server.url}/tokenize", json={"messages": CHAT}).json()
+    chat = asked("tokenize", messages=CHAT)
     assert chat["tokens"] == TOKENIZER.encode(CHAT_TEXT, add_special_tokens=False)
-    back = server.http.post(f"{server.url}/detokenize", json={"tokens": told["tokens"]}).json()
-    assert back == {"prompt": text}
+    assert asked("detokenize", tokens=told["tokens"]) == {"prompt": text}
 
 
 def test_figures_in_prometheus_format(server: Served):
@@ -194,8 +174,7 @@ def test_many_at_once_get_their_own(server: Served, offline: Engine):
         how = {"model": "bundled", "prompt": f"{i} cats", "max_tokens": 10 + i, "seed": i}
         if i % 2:
             return server.client.completions.create(**how).choices[0].text
-        chunks = server.client.completions.create(stream=True, **how)
-        return "".join(chunk.choices[0].text for chunk in chunks)
+        return joined(server.client.completions.create(stream=True, **how))[0]
 
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         texts = list(pool.map(ask, range(24)))

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -30,20 +29,28 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def program():
-    """A server over made-up tokens, and its address."""
-    command = [sys.executable, "-m", "experiments.serve_http", *FLAGS]
+@contextlib.contextmanager
+def started(*before: str):
+    """A server over made-up tokens in a process, what it said first, and its address."""
+    command = [*before, sys.executable, "-m", "experiments.serve_http", *FLAGS]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        said = ""
         for line in process.stderr:
+            said += line
             if found := re.search(r"running on (http://[\d.:]+)", line):
                 break
         else:
-            pytest.fail("the server did not start")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, found[1]
+            pytest.fail(f"the server did not start: {said}")
+        yield process, said, found[1]
         process.kill()
+
+
+@pytest.fixture
+def program():
+    with started() as (process, _, url):
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, url
 
 
 def test_sigterm_in_the_middle_of_load(program):
@@ -54,13 +61,8 @@ def test_sigterm_in_the_middle_of_load(program):
 
     def ask(i: int) -> None:
         for turn in range(1000):
-            how: dict[str, Any] = {
-                "model": "bundled",
-                "prompt": "a cat",
-                "max_tokens": 1000,
-                "seed": turn,
-            }
-            how["extra_body"] = {"ignore_eos": True}
+            how: dict[str, Any] = {"model": "bundled", "prompt": "a cat", "max_tokens": 1000}
+            how |= {"seed": turn, "extra_body": {"ignore_eos": True}}
             try:
                 if i % 2:
                     answer = client.completions.create(**how)
@@ -150,24 +152,12 @@ def test_a_folder_is_served_under_its_last_name(tmp_path: Path):
 
 def test_too_few_files_are_told_at_the_start_and_stop_nobody():
     """The system's limit of open files is below what all connections need."""
-    server = [sys.executable, "-m", "experiments.serve_http", *FLAGS]
-    command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server]
-    with (
-        subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process,
-        contextlib.ExitStack() as open_,
-    ):
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"running on http://([\d.]+):(\d+)", line):
-                break
-        said = re.search(r"(\d+) connections at a time, not 4096: .*256 files", "".join(lines))
-        assert found and said
-        address = found[1], int(found[2])
+    limited = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+    with started(*limited) as (process, lines, url), contextlib.ExitStack() as open_:
+        said = re.search(r"(\d+) connections at a time, not 4096: .*256 files", lines)
+        assert said
+        host, port = url.removeprefix("http://").split(":")
         for _ in range(300):
-            open_.enter_context(socket.create_connection(address, timeout=60))
-        assert httpx2.get(f"http://{found[1]}:{found[2]}/health", timeout=60).status_code == 200
-        told = "".join(itertools.islice(process.stderr, 1))
-        assert f"{said[1]} connections are open" in told
-        process.kill()
+            open_.enter_context(socket.create_connection((host, int(port)), timeout=60))
+        assert httpx2.get(f"{url}/health", timeout=60).status_code == 200
+        assert f"{said[1]} connections are open" in next(process.stderr)

@@ -15,7 +15,6 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from paged.server.engine_client import EngineClient
 from paged.server.settings import ServerConfig
 from tests.paged.server.serving import served, simulated
 
@@ -32,7 +31,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def api():
     settings = ServerConfig(allow_adapter_loading=True)
-    with served(EngineClient(simulated()[0]), settings=settings) as server:
+    with served(simulated()[0], settings=settings) as server:
         yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         assert not any(server.wait_until_idle().values())
 

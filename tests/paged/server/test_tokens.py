@@ -8,9 +8,8 @@ import pytest
 from paged.engine import Engine
 from paged.requests.sampling_params import changed_fields
 from paged.requests.stopping import decode
-from paged.server.engine_client import EngineClient
 from tests.paged.kv_cache.policy_suite import CASES, CROWD, Bench, Case, padded, registered
-from tests.paged.server.serving import TOKENIZER, Served, served
+from tests.paged.server.serving import TOKENIZER, Served, joined, served
 from tests.paged.tiny import TINY
 
 # Engines compile. The quick tests compare with one that makes tokens up: `test_openai_client.py`.
@@ -39,12 +38,8 @@ def texts_of(server: Served, body: dict[str, Any]) -> list[str]:
 
 
 def streamed(server: Served, body: dict[str, Any], count: int) -> list[str]:
-    texts = [""] * count
     extra = {name: body.pop(name) for name in ("beam_width", "ignore_eos") if name in body}
-    for chunk in server.client.completions.create(**body, stream=True, extra_body=extra):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    return texts
+    return joined(server.client.completions.create(**body, stream=True, extra_body=extra), count)
 
 
 # The policies that users name: a server sees no difference between them.
@@ -65,7 +60,7 @@ def test_a_crowd_gets_what_each_gets_offline(case: Case, bench: Bench):
     wanted = [[decode(TOKENIZER, s.tokens) for s in output.sequences] for output in outputs]
     executor = bench.engine(case).executor
     engine = padded(Engine(TINY, offline.config, executor, TOKENIZER))
-    with served(EngineClient(engine), engine.config, model=TINY) as server:
+    with served(engine, engine.config, model=TINY) as server:
         with concurrent.futures.ThreadPoolExecutor(len(crowd)) as pool:
             whole = [pool.submit(texts_of, server, body_of(request)) for request in crowd[::2]]
             parts = [

@@ -1,6 +1,6 @@
 """The clock of simulated GPUs: a step takes its parts, recounted here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,9 @@ def declared(model=LLAMA, gpu: str = "a100-80", **fields: Any) -> StepCost:
     return StepCost.declare(model, EngineConfig(**fields), gpu, **clock)
 
 
-def timed(config: EngineConfig, prompts, max_tokens: int, adapters: int = 0):
-    """The clock, (contexts, new tokens) and seconds of each step, and simulated time."""
+def timed(config: EngineConfig, prompts, max_tokens: int, ranks: Sequence[int] = ()):
+    """The clock, (contexts, new tokens) and seconds of each step, and simulated time. ranks: of
+    each prompt's adapter."""
     clock = StepCost.declare(SMALL, config, "a100-40")
     steps: list[tuple[list[int], list[int]]] = []
     seconds: list[float] = []
@@ -46,10 +47,11 @@ def timed(config: EngineConfig, prompts, max_tokens: int, adapters: int = 0):
         return seconds[-1]
 
     executor = SimulatedExecutor(recorded, vocab_size=64, first_token=3, adapter_page_s=1e-6)
+    clock = clock.with_adapters(executor.adapters.pages)
     engine = Engine(SMALL, config, executor)
-    names = [f"a{i}" for i in range(adapters)]
-    for name in names:
-        engine.add_known_adapter(Adapter(name, "", "random", 16))
+    names = [f"a{i}" for i in range(len(ranks))]
+    for name, rank in zip(names, ranks):
+        engine.add_known_adapter(Adapter(name, "", "random", rank))
     how = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     engine.generate(prompts, how, names or None)
     return clock, steps, seconds, engine.executor.clock.now()
@@ -73,29 +75,14 @@ def test_a_step_is_its_layers_its_attention_and_its_head():
     assert now == pytest.approx(sum(seconds))
 
 
-def test_adapters_add_their_pages_and_launches():
+@pytest.mark.parametrize(("ranks", "pages"), [((16, 16), 2), ((16, 64), 5)])
+def test_adapters_add_their_pages_and_launches(ranks, pages):
     config = EngineConfig(max_num_seqs=4, max_model_len=64, adapter_slots=4)
-    clock, steps, seconds, _ = timed(config, [[5] * 3, [6] * 3], 9, adapters=2)
+    clock, steps, seconds, _ = timed(config, [[5] * 3, [6] * 3], 9, ranks)
     both = max(i for i, (_, new) in enumerate(steps) if new == [1, 1])
     plain = clock.dense_s(2, 2) + float(clock.attention_s(np.array(steps[both][0]), np.ones(2)))
-    added = 3 * adapters_s(clock.costs, clock.model, pages=2, tokens=2)
+    added = 3 * adapters_s(clock.costs, clock.model, pages=pages, tokens=2)
     assert seconds[both] == pytest.approx(plain + added)
-
-
-def test_adapters_of_two_ranks_are_read_as_their_pages():
-    """A step with adapters of ranks 16 and 64 reads five pages of ranks."""
-    config = EngineConfig(max_num_seqs=4, max_model_len=64, adapter_slots=4, max_adapter_rank=64)
-    clock = StepCost.declare(SMALL, config, "a100-40")
-    executor = SimulatedExecutor(clock, vocab_size=64, first_token=3, adapter_page_s=1e-6)
-    engine = Engine(SMALL, config, executor)
-    for name, rank in (("a", 16), ("b", 64)):
-        engine.add_known_adapter(Adapter(name, "", "random", rank))
-    engine.generate([[5] * 3, [6] * 3], SamplingParams(max_tokens=9, ignore_eos=True), ["a", "b"])
-    both = [step for step in engine.metrics.steps if step.decode_tokens == 2][-1]
-    contexts = np.array([1, both.kv_token_states - 1])  # only their sum counts
-    plain = clock.dense_s(2, 2) + float(clock.attention_s(contexts, np.ones(2, int)))
-    added = 3 * adapters_s(clock.costs, clock.model, pages=5, tokens=2)
-    assert both.device_s == pytest.approx(plain + added)
 
 
 def test_swaps_take_pcies_time_and_copies_the_memorys():
@@ -174,7 +161,7 @@ def test_forks_under_diffkv_copy_the_parents_pages(pins):
     pages = 2 * executor.report()["held"][0, 0]
     assert [units for units in copied if any(units.values())] == [{"pages": pages}]
     bytes_ = pages * clock.pools["pages"].unit_bytes
-    assert clock.copies_s({"pages": pages}) == clock.costs.block_copies_s(bytes_)
+    assert clock.copies_s({"pages": pages}) == clock.costs.launch_s(2 * bytes_)
 
 
 @pytest.mark.parametrize("policy", ["vllm", "orca_max", "lserve", "diffkv"])

@@ -1,8 +1,7 @@
-"""The same server over several runners."""
+"""The same server over several runners, and what the clients of engines tell it."""
 
 import asyncio
 import concurrent.futures
-import time
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,24 @@ import openai
 import pytest
 
 from paged.cluster.live import LiveCluster
-from paged.cluster.messages import ClusterRequest
+from paged.cluster.messages import ClusterRequest, Growth, Progress
 from paged.cluster.threads import ThreadRunner
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
-from paged.server.engine_client import ClusterClient, Reply
-from tests.paged.server.serving import BUNDLED, CONFIG, TOKENIZER, Paced, served, simulated
+from paged.requests.sequence import RequestOutput, SequenceOutput
+from paged.server.engine_client import ClusterClient, EngineClient, Reply
+from tests.paged.server.serving import (
+    BUNDLED,
+    CONFIG,
+    TOKENIZER,
+    Paced,
+    joined,
+    served,
+    simulated,
+    until,
+)
+
+REQUEST = ClusterRequest("a", 0, 0.0, (5, 6), SamplingParams(max_tokens=3))
 
 
 def cluster(count: int, step_s: float = 0.0) -> tuple[LiveCluster, list[Paced]]:
@@ -35,7 +46,7 @@ def ask(client: Any, i: int) -> str:
     how = {"model": "bundled", "prompt": f"{i} cats", "max_tokens": 60, "seed": i}
     if i % 2:
         return client.completions.create(**how).choices[0].text
-    return "".join(c.choices[0].text for c in client.completions.create(stream=True, **how))
+    return joined(client.completions.create(stream=True, **how))[0]
 
 
 def wanted(count: int) -> list[str]:
@@ -49,8 +60,7 @@ def test_tokens_are_those_of_one_engine_though_a_runner_dies():
     with served(ClusterClient(live.__enter__())) as server:
         with concurrent.futures.ThreadPoolExecutor(20) as pool:
             asked = [pool.submit(partial(ask, server.client), i) for i in range(20)]
-            while sum(executor._num_steps > 5 for executor in executors) < 2:
-                time.sleep(0.01)
+            until(lambda: all(executor._num_steps > 5 for executor in executors))
             executors[1].failure = RuntimeError("the device is gone")
             texts = [future.result() for future in asked]
         assert texts == wanted(20)
@@ -68,13 +78,13 @@ def test_the_runners_tell_what_they_do():
     with served(ClusterClient(live.__enter__())) as server:
         for i in range(4):
             ask(server.client, i)
-        deadline_s = time.monotonic() + 20
-        told = ""
+
+        def metrics() -> str:
+            return server.http.get(f"{server.url}/metrics").text
+
         # All tokens but the first of each request are decoded.
-        while "paged_decode_tokens_total 236.0" not in told and time.monotonic() < deadline_s:
-            told = server.http.get(f"{server.url}/metrics").text
-            time.sleep(0.1)
-        assert "paged_decode_tokens_total 236.0" in told
+        until(lambda: "paged_decode_tokens_total 236.0" in metrics())
+        told = metrics()
         assert "paged_output_tokens_total 240.0" in told
         for i in range(2):
             assert f'paged_kv_bytes_total{{pool="blocks",runner="gpu-{i}"}}' in told
@@ -102,10 +112,8 @@ def test_clients_that_leave_take_their_requests_along():
             )
             next(stream)
             stream.close()
-        deadline_s = time.monotonic() + 20
-        while live.cluster.jobs and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        assert not live.cluster.jobs and not server.service.pending
+        until(lambda: not live.cluster.jobs)
+        assert not server.service.pending
 
 
 def test_a_cluster_that_fails_ends_its_requests_and_goes_on(monkeypatch):
@@ -144,14 +152,62 @@ class Hasty(LiveCluster):
 def test_an_output_that_nobody_waits_for_is_not_kept():
     live = Hasty({"gpu-0": ThreadRunner(lambda: simulated()[0])}, BUNDLED, CONFIG, TOKENIZER)
     live.client = client = ClusterClient(live.__enter__())
-    request = ClusterRequest("a", 0, 0.0, (5, 6), SamplingParams(max_tokens=2))
 
     async def ask() -> None:
-        client.submit(request, Reply(False, 0, asyncio.Event()))
+        client.submit(REQUEST, Reply(False, 0, asyncio.Event()))
 
     asyncio.run(ask())
-    deadline_s = time.monotonic() + 20
-    while (not live.left or live.cluster.outputs) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert live.left and not live.cluster.outputs
+    until(lambda: live.left and not live.cluster.outputs)
     client.close()
+
+
+# One engine
+
+
+def test_failures_beside_the_engine_hold_nobody_up():
+    client = EngineClient(simulated()[0])
+    step = client.engine.step
+    broken = [True]
+
+    def lossy():
+        outputs = step()
+        if outputs and broken.pop():
+            broken.append(False)
+            raise RuntimeError("outputs are lost")
+        return outputs
+
+    client.engine.step = lossy  # type: ignore[method-assign]
+
+    async def answered() -> Reply:
+        reply = Reply(False, 0, asyncio.Event())
+        client.submit(REQUEST, reply)
+        async with asyncio.timeout(60):
+            await reply.ready.wait()
+        return reply
+
+    reply = asyncio.run(answered())
+    assert reply.output is None and reply.failure == "the engine has failed"
+    client.close()
+
+
+def test_a_slow_reader_gets_the_rest_with_the_end():
+    async def read() -> None:
+        reply = Reply(True, 3, asyncio.Event())
+
+        def receive(start: int) -> bool:
+            """Whether the reader wakes up."""
+            reply.ready.clear()
+            output = SequenceOutput([start], "", None)
+            reply.receive(Progress("a", 0, (Growth(0, start, output),)), float(start))
+            return reply.ready.is_set()
+
+        assert receive(0)
+        assert [growth.start for growth in reply.take()] == [0]
+        assert all(receive(start) for start in range(1, 5))  # one more than it may keep
+        assert not receive(5)
+        assert reply.take() == [] and reply.first_token_s == 0
+        output = RequestOutput("a", [4], [SequenceOutput([*range(6)], "", "length")], True)
+        reply.receive(Progress("a", 0, (), output), 6.0)
+        assert reply.ended and reply.ready.is_set() and reply.output is output
+
+    asyncio.run(read())
