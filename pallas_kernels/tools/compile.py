@@ -50,7 +50,6 @@ from pallas_kernels.tools import hazards, peers, predict, report, synchronizatio
 from pallas_kernels.tools.balance import Balance
 from pallas_kernels.tools.compiled import Compiled, compile_function
 from pallas_kernels.tools.report import Call, Report
-from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
 MOST_SECONDS = 300
@@ -91,7 +90,7 @@ def _compile(target: str, op: str, spec: str, implementation: str) -> Report:
 
     compiled = compile_function(run, donated, (arguments, plan), target, reused=OPS[op].reused)
     followed = implementation != "xla"
-    balance = balance_of(op, spec, target) if followed else None
+    balance = OPS[op].balance(spec, gpu.gpu) if followed else None
     return Report(
         target,
         op,

@@ -2,8 +2,9 @@
 
 import pytest
 
+from pallas_kernels.ops import OPS
 from pallas_kernels.tools.balance import balance
-from pallas_kernels.tools.schedules import balance_of
+from pallas_kernels.tools.targets import TARGETS
 
 # Row 0 has 5 tiles, in two items of two thread blocks; row 1 has 1; row 2 has none.
 TILES = [5, 1, 0]
@@ -56,7 +57,7 @@ def test_tiles_that_are_read_twice_or_not_at_all_are_refused(items, message):
     ],
 )
 def test_thread_blocks_end_together(op, spec, most_partials):
-    found = balance_of(op, spec, "h200")
+    found = OPS[op].balance(spec, TARGETS["h200"].gpu)
     assert found is not None
     assert found.idle <= 0.05
     assert found.longest <= 1.2
