@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention import tolerance
 from pallas_kernels.lora import api
-from pallas_kernels.lora.api import plan_sgmv, sgmv
+from pallas_kernels.lora.api import plan_sgmv, sgmv, sgmv_expand, sgmv_shrink
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
-from pallas_kernels.specs import Cost, Op, Spec
+from pallas_kernels.specs import Cost, Errors, Op, Spec
 
 SKEW = 1.5  # Skewed popularity: an adapter's requests relative to the next less popular adapter's.
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
@@ -120,10 +121,22 @@ def make(shapes: Lora) -> Spec:
         schedule = plan_sgmv(Segments(**arguments), shapes.tokens, implementation=implementation)
         return {"schedule": schedule}
 
-    indices = ("slots", "starts", "ends", "count")
+    def compare(arguments, found) -> Errors:
+        """The tolerance is what rounding v = x·A and rounding the result cost, once each."""
+        x, a, b, layer, *segments, pages, counts = tolerance.wide(arguments).values()
+        tables = layer, Segments(*segments), pages, counts
+        v = sgmv_shrink(x, a, *tables, implementation="reference")
+        out, sizes = (
+            np.asarray(sgmv_expand(*operands, *tables, implementation="reference"))
+            for operands in ((v, b), (abs(v), abs(b)))
+        )
+        bound = tolerance.rounding(shapes.dtype) * (sizes + abs(out)) + tolerance.SUMS
+        return tolerance.errors_of(found[0], out, bound)
+
     return Spec(
-        sgmv_of_arrays, arguments, lambda arguments: shapes.cost, indices=indices, plan=plan
-    )
+        sgmv_of_arrays, arguments, lambda arguments: shapes.cost,
+        indices=("slots", "starts", "ends", "count"), plan=plan, compare=compare,
+    )  # fmt: skip
 
 
 # The distinct (input, output) widths of the projections; for 70B also the shard of one of 8 GPUs.
@@ -158,7 +171,11 @@ SHAPES |= {
     "llama-2-7b-f16": Lora(4096, 4096, _of("skewed"), dtype="float16"),
 }
 _NAMED = {name: make(shapes) for name, shapes in SHAPES.items()}
-_FEW = {"small": make(Lora(256, 128, (1, 3), ranks=(16, 32)))}
+_FEW = {
+    "small": make(Lora(256, 128, (1, 3), ranks=(16, 32))),
+    "one": make(Lora(1024, 512, (1,), ranks=(16,), without=2)),
+    "down": make(Lora(11008, 512, (1, 1, 2, 40), ranks=(16, 8), without=2)),
+}
 SGMV = Op(
     api.SGMV,
     _NAMED,

@@ -165,7 +165,13 @@ _WRITTEN = {
 
 
 def _selected(small: bool) -> dict[str, Spec]:
-    few = {"small": Selection(Heads(4, 2, 64), 2, 1280, budget=192)}
+    few = {
+        "small": Selection(Heads(4, 2, 64), 2, 1280, budget=192, selecting=2, dtype="float16"),
+        # More tiles than stages, and more rows of a thread block than places for queries.
+        "many-tiles": Selection(Heads(4, 1), 9, 64 * 40, budget=256, selecting=1),
+        "page128": Selection(Heads(12, 1), 3, 128 * 20, page_size=128, budget=512, selecting=2),
+        "group1": Selection(Heads(2, 2), 3, 64 * 20, budget=192, selecting=1),
+    }
     return {name: select(shapes) for name, shapes in (few if small else SELECT_SHAPES).items()}
 
 
@@ -176,7 +182,11 @@ SELECT = Op(
     kernels=("page_scores",),
     gates=Gates(resident={"page_scores": 2}),
 )
-_FEW_WRITTEN = {"small": write(Heads(2, 2, 64), (5, 1, 37), num_pages=20)}
+_FEW_WRITTEN = {
+    "small": write(Heads(2, 2, 64), (5, 1, 37), num_pages=20),
+    "dim128": write(Heads(2, 2), (5, 1, 37), num_pages=20),
+    "decode": write(Heads(2, 2, 64), (1,) * 5, num_pages=20, dtype="float16"),
+}
 WRITE = Op(
     api.WRITE,
     _WRITTEN,

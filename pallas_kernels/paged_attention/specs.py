@@ -194,6 +194,7 @@ def short(shapes: Attention, small: bool) -> Attention:
     return replace(
         shapes, heads=heads if small else shapes.heads, sequences=sequences, context=context,
         chunk=chunk, ragged=True, tokens=None,
+        sliding_window=shapes.sliding_window and 2 * context // 5,
     )  # fmt: skip
 
 
