@@ -95,8 +95,9 @@ class Spec:
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
     indices: the names of the arrays that `cost`, `plan` and `balance` need.
-    plan: (arrays `indices`, name of the implementation) -> keywords of the call, such as schedules,
-        that are computed once for all layers of a step. None if the call has no such keywords.
+    plan: (arrays `indices`, name of the implementation) -> the schedule, which is computed once for
+        all layers of a step. None if the call takes no schedule.
+    planned_as: the keyword of the schedule.
     balance: (schedule from `plan`, arrays `indices` by name) -> balance of the schedule.
     most_pages: the most pages of a pool that the op accepts; None for any number.
     defined: (arguments, results) -> the results that are not arbitrary.
@@ -110,7 +111,8 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
     donated: tuple[str, ...] = ()
     indices: tuple[str, ...] = ()
-    plan: Callable[[dict[str, jax.Array], str | None], dict[str, Any]] | None = None
+    plan: Callable[[dict[str, jax.Array], str | None], Any] | None = None
+    planned_as: str = "schedule"
     balance: Callable[..., Balance] | None = None
     most_pages: int | None = None
     defined: Callable[[Arrays, Results], Results] = lambda arguments, results: results
@@ -125,10 +127,11 @@ class Spec:
         return draw(jax.random.key(0))
 
     def planned(self, arguments, implementation: str | None) -> dict[str, Any]:
-        """`plan` of these arguments; {} if there is nothing to plan."""
+        """`plan` of these arguments, by keyword; {} if there is nothing to plan."""
         if self.plan is None:
             return {}
-        return self.plan({name: arguments[name] for name in self.indices}, implementation)
+        indices = {name: arguments[name] for name in self.indices}
+        return {self.planned_as: self.plan(indices, implementation)}
 
     def results(self, arguments: Arrays, out: Any) -> Results:
         """The arrays of a call's output `out` that are not arbitrary."""

@@ -118,8 +118,7 @@ def make(shapes: Lora) -> Spec:
         }
 
     def plan(arguments, implementation):
-        schedule = plan_sgmv(Segments(**arguments), shapes.tokens, implementation=implementation)
-        return {"schedule": schedule}
+        return plan_sgmv(Segments(**arguments), shapes.tokens, implementation=implementation)
 
     def compare(arguments, found) -> Errors:
         """The tolerance is what rounding v = x·A and rounding the result cost, once each."""

@@ -11,12 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.page_selection import api, select_sm90
-from pallas_kernels.page_selection.api import (
-    key_runs,
-    plan_selection,
-    select_pages,
-    write_key_statistics,
-)
 from pallas_kernels.specs import HEADS, Cost, Gates, Heads, Op, Spec
 from pallas_kernels.tools.balance import balance
 
@@ -72,10 +66,9 @@ def select(shapes: Selection) -> Spec:
         return Cost(bytes=values * jnp.dtype(shapes.dtype).itemsize, flops=2 * values * (H // K))
 
     def plan(arguments, implementation):
-        schedule = plan_selection(
+        return api.plan_selection(
             arguments["num_pages_R"], arguments["selects_R"], C, implementation=implementation
         )
-        return {"schedule": schedule}
 
     def balanced(schedule, num_pages_R, selects_R):
         """The balance without partial results, because parts of a row need no merge."""
@@ -89,7 +82,7 @@ def select(shapes: Selection) -> Spec:
         return [x[np.asarray(arguments["selects_R"])] for x in results]
 
     return Spec(
-        select_pages, arguments, cost, {"count": count}, indices=("num_pages_R", "selects_R"),
+        api.select_pages, arguments, cost, {"count": count}, indices=("num_pages_R", "selects_R"),
         plan=plan, balance=balanced, defined=of_selecting,
     )  # fmt: skip
 
@@ -126,7 +119,7 @@ def write(
             "slots_TxK": jnp.asarray(slots_TxK, jnp.int32),
             "runs": None
             if max(counts) == 1
-            else key_runs(
+            else api.key_runs(
                 jnp.asarray([*slots, places], jnp.int32),
                 jnp.arange(T) < T - 1,
                 LOGICAL,
@@ -142,7 +135,7 @@ def write(
         return Cost(bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize)
 
     return Spec(
-        write_key_statistics, arguments, cost, {"logical": LOGICAL},
+        api.write_key_statistics, arguments, cost, {"logical": LOGICAL},
         donated=("statistics_NxCx2D",), most_pages=(2**31 - 1) // page_size,
     )  # fmt: skip
 

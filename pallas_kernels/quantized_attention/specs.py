@@ -104,10 +104,7 @@ def make(shapes: Mixed) -> Spec:
         )
 
     def plan(arguments, implementation):
-        schedule = plan_mixed_decode(
-            arguments["counts_SxKxI"], formats, implementation=implementation
-        )
-        return {"schedule": schedule}
+        return plan_mixed_decode(arguments["counts_SxKxI"], formats, implementation=implementation)
 
     def balanced(schedule, counts_SxKxI):
         pages = pages_of_tile([Section.of_format(format) for format in formats])

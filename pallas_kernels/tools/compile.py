@@ -194,7 +194,7 @@ def main(argv: list[str]) -> str | None:
     print(report.compilers_table(reports))
     for title, table in (
         ("loops over tiles", report.loops_table(reports)),
-        ("others' kernels beside ours, a tile each", report.aligned(peers.rows(others, reports))),
+        ("others' kernels beside ours, a tile each", report.peers_table(others, reports)),
     ):
         if table:
             print(f"\n{title}\n{table}")

@@ -51,6 +51,15 @@ class Launch:
         return max(1, self.warpgroups // self.lanes - 1)
 
     @property
+    def tile_flops(self) -> int:
+        return self.multiplying * self.flops
+
+    @property
+    def through_shared(self) -> int:
+        """Bytes that all warpgroups move through shared memory."""
+        return self.copied + self.multiplying * (self.operands + self.stored)
+
+    @property
     def lanes(self) -> int:
         return 2 if self.warpgroups == 4 else 1
 
