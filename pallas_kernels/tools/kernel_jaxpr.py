@@ -38,10 +38,6 @@ class Launch:
     stored: int
 
     @property
-    def blocks(self) -> int:
-        return math.prod(self.grid)
-
-    @property
     def threads(self) -> int:
         return WARPGROUP * self.warpgroups
 

@@ -22,7 +22,6 @@ from pallas_kernels.tools.targets import Target
 REGISTERS = 65536
 THREADS = 2048
 BLOCKS = 32
-WARP = 32
 REGISTER_UNIT = 8  # A thread's registers are allocated in multiples of 8.
 RESERVED_SHARED = 1024  # bytes of shared memory that CUDA reserves in each thread block
 
