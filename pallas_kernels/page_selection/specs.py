@@ -108,23 +108,18 @@ def write(
             mine, pages = pages[:held], pages[held:]
             at = first + np.arange(count)
             slots += (mine[at // page_size] * page_size + at % page_size).tolist()
-        slots_TxK = np.array([*slots, places])[:, None] + np.arange(K) * (
-            num_pages // K * page_size
-        )
+        slots_T = np.array([*slots, places])
+        slots_TxK = slots_T[:, None] + np.arange(K) * (num_pages // K * page_size)
         slots_TxK = np.where(np.arange(K) < max(1, K // 2), slots_TxK, places)
         stored = jax.random.normal(keys[0], (2, num_pages, C, D), dtype)
+        of_head, written = jnp.asarray(slots_T, jnp.int32), jnp.arange(T) < T - 1
         return {
             "statistics_NxCx2D": jnp.concatenate([stored.max(0), stored.min(0)], -1),
             "k_TxKxD": jax.random.normal(keys[1], (T, K, D), dtype),
             "slots_TxK": jnp.asarray(slots_TxK, jnp.int32),
             "runs": None
             if max(counts) == 1
-            else api.key_runs(
-                jnp.asarray([*slots, places], jnp.int32),
-                jnp.arange(T) < T - 1,
-                LOGICAL,
-                len(counts),
-            ),
+            else api.key_runs(of_head, written, LOGICAL, len(counts)),
         }
 
     def cost(arguments) -> Cost:

@@ -141,13 +141,13 @@ class _Graph:
                 self.before[other].append(number)
         self.order, branches_back = self._searched()
         self.loops: dict[int, set[int]] = {}  # by the block at which the loop begins
-        for end, header in branches_back:
-            body, left = self.loops.setdefault(header, {header}), [end]
+        for branch, header in branches_back:
+            body, left = self.loops.setdefault(header, {header}), [branch]
             while left:
-                block = left.pop()
-                if block not in body:
-                    body.add(block)
-                    left.extend(self.before[block])
+                number = left.pop()
+                if number not in body:
+                    body.add(number)
+                    left.extend(self.before[number])
 
     def _searched(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Depth-first search from block 0: the blocks in topological order, without branches back

@@ -11,7 +11,7 @@ from pallas_kernels.paged_attention import specs
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run_spec
 
-# Of the small arguments of an op, these run in all tests; the interpreter takes long for others.
+# Of the small arguments of an op, slow tests have these, and the sweeps all.
 FIRST = ("small", "large-logits", "bundled")
 SHAPES = Attention(Heads(4, 2, 64), sequences=3, context=100, tokens=(100, 0, 17))
 
@@ -62,7 +62,7 @@ def test_tokens_that_do_not_fit_are_refused(change):
     [
         pytest.param(
             op, name, implementation,
-            marks=[pytest.mark.slow] * (implementation != "xla" or name not in FIRST)
+            marks=[pytest.mark.slow] * ((implementation, name) != ("xla", "large-logits"))
             + [pytest.mark.sweep] * (name not in FIRST),
         )
         for op in OPS

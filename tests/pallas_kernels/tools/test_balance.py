@@ -48,9 +48,7 @@ def test_tiles_that_are_read_twice_or_not_at_all_are_refused(items, message):
     ("op", "spec", "most_partials"),
     [
         ("paged_attention", "llama-3-8b", 0.02),
-        ("paged_attention", "llama-3-8b-256x512", 0.0),
         ("paged_attention", "llama-3-8b-one-128k", 0.02),
-        ("paged_attention", "llama-3-8b-1x4k", 1.0),  # a tile for each thread block
         pytest.param("prompt_attention", "llama-3-8b", 0.02, marks=pytest.mark.slow),
         pytest.param("prompt_attention", "llama-3-8b-ragged", 0.02, marks=pytest.mark.slow),
         ("prompt_attention", "llama-3-8b-last-rows", 0.02),
