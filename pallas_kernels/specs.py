@@ -90,7 +90,7 @@ class Spec:
     """One call of an op.
 
     op: the op's public function.
-    arguments: (random key) -> the random arrays of the call, by keyword.
+    arguments: (random key) -> the random arrays of the call, or trees of arrays, by keyword.
     cost: (arrays by keyword) -> the cost of the call.
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
@@ -106,7 +106,7 @@ class Spec:
     """
 
     op: Callable
-    arguments: Callable[[jax.Array], dict[str, jax.Array]]
+    arguments: Callable[[jax.Array], dict[str, Any]]
     cost: Callable[[dict[str, jax.Array]], Cost]
     options: Mapping[str, Any] = field(default_factory=dict)
     donated: tuple[str, ...] = ()

@@ -56,7 +56,8 @@ def test_streaming_heads_see_sink_and_window(sink, local, implementation):
         rows = slice(starts[s], starts[s] + count)
         at, key = first + np.arange(count)[:, None], np.arange(lengths[s])
         seen = ((key // P < sink) | (key // P >= at // P - local)) & (key <= at)
-        expected = masked(q[rows], *sequences[s], np.stack([seen] * K))
+        keys, values = sequences[s]
+        expected = masked(q[rows], keys, values, np.stack([seen] * K))
         np.testing.assert_allclose(out[rows], expected, atol=1e-5)
 
 

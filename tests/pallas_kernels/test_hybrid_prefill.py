@@ -66,7 +66,8 @@ def test_dense_heads_read_all_and_streaming_heads_their_lists(implementation, de
         at, key = first + np.arange(count)[:, None], np.arange(lengths[s])
         listed = (key // P < SINK) | (key // P >= at // P - LOCAL)
         seen = [(key <= at) & (listed | (head < dense)) for head in range(K)]
-        expected = masked(q[rows], *sequences[s], np.stack(seen))
+        keys, values = sequences[s]
+        expected = masked(q[rows], keys, values, np.stack(seen))
         found = np.asarray(out[rows], np.float64)
         np.testing.assert_allclose(found, expected, atol=2e-2 if dtype == "bfloat16" else 2e-5)
 

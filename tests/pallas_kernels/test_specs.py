@@ -66,13 +66,13 @@ def test_tokens_that_do_not_fit_are_refused(change):
             + [pytest.mark.sweep] * (name not in FIRST),
         )
         for op in OPS
-        for name in OPS[op].checked(small=True)
+        for name in OPS[op].checked(True)
         for implementation in OPS[op].implementations
         if implementation != "reference"
     ],
 )  # fmt: skip
 def test_every_implementation_is_near_reference(op, name, implementation):
-    spec = OPS[op].checked(small=True)[name]
+    spec = OPS[op].checked(True)[name]
     arguments = spec.arguments(jax.random.key(0))
     plan = spec.planned(arguments, implementation)
     found = run_spec(spec, arguments | plan, implementation)

@@ -153,7 +153,8 @@ def test_attention_is_that_of_a_mask_made_of_the_tables(implementation):
         position = int(lengths[row]) - (starts[row + 1] - rows)[:, None]
         at = np.arange(lengths[row])
         listed = np.stack([np.isin(at // P, of_head[:length]) for of_head in blocks[i]])
-        expected = masked(q[rows], *sequences[row], listed[:, None] & (at <= position))
+        keys, values = sequences[row]
+        expected = masked(q[rows], keys, values, listed[:, None] & (at <= position))
         np.testing.assert_allclose(out[rows], expected, atol=1e-5)
 
 
