@@ -1,9 +1,8 @@
 """Reads a kernel's machine code (SASS), as nvdisasm prints it: the instructions for one tile.
 
 A kernel's work is a loop over tiles, which is the innermost loop with tensor-core instructions. A
-kernel with a warpgroup that only fetches has a second loop over tiles, with the copies. A loop is a
-branch back to a block through which the branch was reached. The compiler's code has no other way
-into a loop.
+kernel with a warpgroup that only fetches has a second loop over tiles, with the copies. As in
+compilers, a loop is a branch back to a block that dominates the branch.
 """
 
 import re
@@ -139,34 +138,35 @@ class _Graph:
         for number, following in enumerate(self.after):
             for other in following:
                 self.before[other].append(number)
-        self.order, branches_back = self._searched()
-        self.loops: dict[int, set[int]] = {}  # by the block at which the loop begins
-        for branch, header in branches_back:
-            body, left = self.loops.setdefault(header, {header}), [branch]
-            while left:
-                number = left.pop()
-                if number not in body:
-                    body.add(number)
-                    left.extend(self.before[number])
+        self.loops = self._loops()
 
-    def _searched(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """Depth-first search from block 0: the blocks in topological order, without branches back
-        to a block that is still being searched, and these branches."""
-        done: dict[int, None] = {}
-        branches_back = []
-        searching = {0: iter(self.after[0])}
-        while searching:
-            block, following = next(reversed(searching.items()))
-            for other in following:
-                if other in searching:
-                    branches_back.append((block, other))
-                elif other not in done:
-                    searching[other] = iter(self.after[other])
-                    break
-            else:
-                done[block] = None
-                del searching[block]
-        return [*reversed(done)], branches_back
+    def _dominators(self) -> list[set[int]]:
+        """For each block, the blocks that every path to it passes."""
+        everything = set(range(len(self.blocks)))
+        found = [{0}] + [everything] * (len(self.blocks) - 1)
+        changed = True
+        while changed:
+            changed = False
+            for block in range(1, len(self.blocks)):
+                before = [found[other] for other in self.before[block]]
+                new = {block} | (set.intersection(*before) if before else set())
+                changed = changed or new != found[block]
+                found[block] = new
+        return found
+
+    def _loops(self) -> dict[int, set[int]]:
+        """The blocks of each loop, by the block at which it begins."""
+        dominators, found = self._dominators(), dict[int, set[int]]()
+        for end, following in enumerate(self.after):
+            for header in following:
+                if header in dominators[end]:
+                    body, left = found.setdefault(header, {header}), [end]
+                    while left:
+                        block = left.pop()
+                        if block not in body:
+                            body.add(block)
+                            left.extend(self.before[block])
+        return found
 
     def innermost(self, what: Callable[[Instruction], bool]) -> Iterator[tuple[int, set[int]]]:
         """Loops that contain an instruction of kind `what`, but have no inner loop that does."""
@@ -182,9 +182,10 @@ class _Graph:
     def pass_through(
         self, header: int, body: set[int], kept: Callable[[Instruction], bool]
     ) -> Loop:
-        # Blocks of inner loops. Such a loop repeats a failed wait.
-        inner = (self.loops[other] for other in self.loops.keys() & body - {header})
-        inside = set[int]().union(*inner)
+        inside = set()  # Blocks of inner loops. Such a loop repeats a failed wait.
+        for other, blocks in self.loops.items():
+            if other in body and other != header:
+                inside |= blocks
         value = {
             block: (
                 0 if block in inside else sum(map(kept, self.blocks[block])),
@@ -193,7 +194,7 @@ class _Graph:
             for block in body
         }
         best = {header: (value[header], [header])}
-        for block in self.order:
+        for block in self._order(header, body):
             if block not in best:
                 continue
             (kept_so_far, length), path = best[block]
@@ -213,3 +214,20 @@ class _Graph:
             sum(i.is_copy for i in ran),
             sum(i.flops for i in ran),
         )
+
+    def _order(self, header: int, body: set[int]) -> list[int]:
+        """The blocks of a loop in topological order, without back edges."""
+        order: list[int] = []
+        seen = {header}
+        stack = [(header, iter(self.after[header]))]
+        while stack:
+            block, following = stack[-1]
+            for other in following:
+                if other in body and other not in seen:
+                    seen.add(other)
+                    stack.append((other, iter(self.after[other])))
+                    break
+            else:
+                order.append(block)
+                stack.pop()
+        return order[::-1]
