@@ -50,33 +50,23 @@ def kernel(
     Operands, outputs and scratch memory may be pytrees. `body` receives the same trees with
     references as leaves; scratch memory is passed as keyword arguments.
     """
-    params = plgpu.CompilerParams(approx_math=True)
-    interpret = plgpu.InterpretGPUParams() if backend.current_gpu() is None else None
     scratch = scratch or {}
-    scratch_types, scratch_tree = jax.tree.flatten(list(scratch.values()))
-    outputs = out_type if isinstance(out_type, list | tuple) else (out_type,)
-    out_types, out_tree = jax.tree.flatten(tuple(outputs))
+
+    def run(*refs):
+        arrays = len(refs) - len(scratch)
+        body(*refs[:arrays], **dict(zip(scratch, refs[arrays:])))
+
+    run.__name__ = name
 
     def call(*operands):
-        arrays, tree = jax.tree.flatten(operands)
-        ends = len(arrays), len(arrays) + len(out_types)
-
-        def run(*refs):
-            found = dict(
-                zip(scratch, jax.tree.unflatten(scratch_tree, refs[ends[1] :]), strict=True)
-            )
-            outs = jax.tree.unflatten(out_tree, refs[ends[0] : ends[1]])
-            body(*jax.tree.unflatten(tree, refs[: ends[0]]), *outs, **found)
-
-        run.__name__ = name
         # With x64 enabled, Python numbers would not match the dtypes of the kernel's own numbers.
         with jax.enable_x64(False):
-            results = plgpu.kernel(
-                run, out_type=tuple(out_types), scratch_types=scratch_types, compiler_params=params,
-                interpret=interpret, **options,
-            )(*arrays)  # fmt: skip
-        results = jax.tree.unflatten(out_tree, results)
-        return results if outputs is out_type else results[0]
+            return plgpu.kernel(
+                run, out_type=out_type, scratch_types=list(scratch.values()),
+                compiler_params=plgpu.CompilerParams(approx_math=True),
+                interpret=plgpu.InterpretGPUParams() if backend.current_gpu() is None else None,
+                **options,
+            )(*operands)  # fmt: skip
 
     return call
 

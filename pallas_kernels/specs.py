@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import backend
 from pallas_kernels.backend import GPU, MADE_FOR
 from pallas_kernels.quantization import KVFormat, QuantizedPages, quantize
 from pallas_kernels.tools.balance import Balance
@@ -89,13 +90,14 @@ class Spec:
     """One call of an op.
 
     op: the op's public function.
-    arguments: (random key) -> the random arrays of the call, by keyword.
+    arguments: (random key) -> the random arrays of the call, or trees of arrays, by keyword.
     cost: (arrays by keyword) -> the cost of the call.
     options: the static keywords of the call.
     donated: the names of the arrays that the op may write in place.
     indices: the names of the arrays that `cost`, `plan` and `balance` need.
-    plan: (arrays `indices`, name of the implementation) -> keywords of the call, such as schedules,
-        that are computed once for all layers of a step. None if the call has no such keywords.
+    plan: (arrays `indices`, name of the implementation) -> the schedule, which is computed once for
+        all layers of a step. None if the call takes no schedule.
+    planned_as: the keyword of the schedule.
     balance: (schedule from `plan`, arrays `indices` by name) -> balance of the schedule.
     most_pages: the most pages of a pool that the op accepts; None for any number.
     defined: (arguments, results) -> the results that are not arbitrary.
@@ -104,12 +106,13 @@ class Spec:
     """
 
     op: Callable
-    arguments: Callable[[jax.Array], dict[str, jax.Array]]
+    arguments: Callable[[jax.Array], dict[str, Any]]
     cost: Callable[[dict[str, jax.Array]], Cost]
     options: Mapping[str, Any] = field(default_factory=dict)
     donated: tuple[str, ...] = ()
     indices: tuple[str, ...] = ()
-    plan: Callable[[dict[str, jax.Array], str | None], dict[str, Any]] | None = None
+    plan: Callable[[dict[str, jax.Array], str | None], Any] | None = None
+    planned_as: str = "schedule"
     balance: Callable[..., Balance] | None = None
     most_pages: int | None = None
     defined: Callable[[Arrays, Results], Results] = lambda arguments, results: results
@@ -124,10 +127,11 @@ class Spec:
         return draw(jax.random.key(0))
 
     def planned(self, arguments, implementation: str | None) -> dict[str, Any]:
-        """`plan` of these arguments; {} if there is nothing to plan."""
+        """`plan` of these arguments, by keyword; {} if there is nothing to plan."""
         if self.plan is None:
             return {}
-        return self.plan({name: arguments[name] for name in self.indices}, implementation)
+        indices = {name: arguments[name] for name in self.indices}
+        return {self.planned_as: self.plan(indices, implementation)}
 
     def results(self, arguments: Arrays, out: Any) -> Results:
         """The arrays of a call's output `out` that are not arbitrary."""
@@ -210,6 +214,17 @@ class Op:
             if major == compute_capability[0] and name in self.implementations:
                 return name
         return None
+
+    def balance(self, spec: str, gpu: GPU) -> Balance | None:
+        """The balance of the schedule of a call on a GPU; None without a schedule."""
+        kernel, named = self.kernel_for(gpu.compute_capability), self.specs[spec]
+        if kernel is None or named.balance is None:
+            return None
+        with backend.compiling_for(gpu):
+            drawn = named.drawn_indices()
+            # One program: operation by operation a plan compiles about ninety.
+            (plan,) = jax.jit(lambda arrays: named.planned(arrays, kernel))(drawn).values()
+            return named.balance(plan, **drawn)
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,10 @@ def make(hybrid: Hybrid) -> Spec:
         return Cost(*(sum(getattr(one, name) for one in costs) for name in ("bytes", "flops")))
 
     def plan(arguments, implementation):
-        schedules = plan_hybrid_prefill(
+        return plan_hybrid_prefill(
             **arguments, num_tokens=T, num_heads=heads.H, num_kv_heads=heads.K,
             dense_counts=counts, implementation=implementation,
         )  # fmt: skip
-        return {"schedules": schedules}
 
     def balanced(schedules, query_starts, lengths_S, lists):
         """The balance of layers with `hybrid.dense` dense heads."""
@@ -115,7 +114,8 @@ def make(hybrid: Hybrid) -> Spec:
     options = {"dense_counts": counts, "soft_cap": shapes.soft_cap}
     return Spec(
         hybrid_prefill_attention, arguments, cost, options,
-        indices=("query_starts", "lengths_S", "lists"), plan=plan, balance=balanced,
+        indices=("query_starts", "lengths_S", "lists"), plan=plan, planned_as="schedules",
+        balance=balanced,
         defined=without_padding, compare=compare,
     )  # fmt: skip
 

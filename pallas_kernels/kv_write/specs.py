@@ -61,7 +61,10 @@ _WRITES = {
     "bundled-decode": write(HEADS["bundled"], 64, dtype="float16"),
 }
 _COPIES = {"page16": copy(128, 8192), "page128": copy(128, 1024, num_pages=8192, page_size=128)}
-_FEW_WRITES = {"small": write(Heads(8, 4, 64), 9, num_pages=12)}
+_FEW_WRITES = {
+    "small": write(Heads(8, 4, 64), 9, num_pages=12),
+    "dim128": write(Heads(8, 2), 7, num_pages=5, dtype="float16"),
+}
 _FEW_COPIES = {"small": copy(64, 4, num_pages=20)}
 WRITE = Op(
     api.WRITE, _WRITES, lambda small: _FEW_WRITES if small else _WRITES, kernels=("write_kv",)

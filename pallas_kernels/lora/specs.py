@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention import tolerance
 from pallas_kernels.lora import api
-from pallas_kernels.lora.api import plan_sgmv, sgmv
+from pallas_kernels.lora.api import plan_sgmv, sgmv, sgmv_expand, sgmv_shrink
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
-from pallas_kernels.specs import Cost, Op, Spec
+from pallas_kernels.specs import Cost, Errors, Op, Spec
 
 SKEW = 1.5  # Skewed popularity: an adapter's requests relative to the next less popular adapter's.
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
@@ -81,11 +82,6 @@ class Lora:
         )
 
 
-def sgmv_of_arrays(*, slots, starts, ends, count, **arguments):
-    """`sgmv`, with the arrays of its segments as keyword arguments."""
-    return sgmv(segments=Segments(slots, starts, ends, count), **arguments)
-
-
 def make(shapes: Lora) -> Spec:
     """A call for the second of two layers. Adapters have random slots and random pages."""
 
@@ -94,6 +90,7 @@ def make(shapes: Lora) -> Spec:
         pages = shapes.pages
         S, N, Q = len(pages), int(pages.sum()), int(pages.max())
         ends = np.cumsum(shapes.lengths, dtype=np.int32)
+        starts = jnp.asarray(ends - np.array(shapes.lengths, np.int32))
         slots = jax.random.permutation(keys[0], S).astype(jnp.int32)
         # An adapter's pages begin where the pages of the adapter before it end.
         first = np.cumsum(pages) - pages
@@ -108,22 +105,29 @@ def make(shapes: Lora) -> Spec:
             "a_LxNx16xI": a.astype(shapes.dtype),
             "b_LxNx16xO": b.astype(shapes.dtype),
             "layer": jnp.int32(1),
-            "slots": slots,
-            "starts": jnp.asarray(ends - np.array(shapes.lengths, np.int32)),
-            "ends": jnp.asarray(ends),
-            "count": jnp.array([S], jnp.int32),
+            "segments": Segments(slots, starts, jnp.asarray(ends), jnp.array([S], jnp.int32)),
             "rank_pages_AxQ": jnp.zeros((S, Q), jnp.int32).at[slots].set(listed.astype(jnp.int32)),
             "num_rank_pages_A": jnp.zeros(S, jnp.int32).at[slots].set(pages),
         }
 
     def plan(arguments, implementation):
-        schedule = plan_sgmv(Segments(**arguments), shapes.tokens, implementation=implementation)
-        return {"schedule": schedule}
+        return plan_sgmv(**arguments, num_tokens=shapes.tokens, implementation=implementation)
 
-    indices = ("slots", "starts", "ends", "count")
+    def compare(arguments, found) -> Errors:
+        """The tolerance is what rounding v = x·A and rounding the result cost, once each."""
+        x, a, b, *tables = tolerance.wide(arguments).values()
+        v = sgmv_shrink(x, a, *tables, implementation="reference")
+        out, sizes = (
+            np.asarray(sgmv_expand(*operands, *tables, implementation="reference"))
+            for operands in ((v, b), (abs(v), abs(b)))
+        )
+        bound = tolerance.rounding(shapes.dtype) * (sizes + abs(out)) + tolerance.SUMS
+        return tolerance.errors_of(found[0], out, bound)
+
     return Spec(
-        sgmv_of_arrays, arguments, lambda arguments: shapes.cost, indices=indices, plan=plan
-    )
+        sgmv, arguments, lambda arguments: shapes.cost, indices=("segments",), plan=plan,
+        compare=compare,
+    )  # fmt: skip
 
 
 # The distinct (input, output) widths of the projections; for 70B also the shard of one of 8 GPUs.
@@ -158,7 +162,11 @@ SHAPES |= {
     "llama-2-7b-f16": Lora(4096, 4096, _of("skewed"), dtype="float16"),
 }
 _NAMED = {name: make(shapes) for name, shapes in SHAPES.items()}
-_FEW = {"small": make(Lora(256, 128, (1, 3), ranks=(16, 32)))}
+_FEW = {
+    "small": make(Lora(256, 128, (1, 3), ranks=(16, 32))),
+    "one": make(Lora(1024, 512, (1,), ranks=(16,), without=2)),
+    "down": make(Lora(2816, 512, (1, 1, 2, 40), ranks=(16, 8), without=2)),
+}
 SGMV = Op(
     api.SGMV,
     _NAMED,

@@ -11,12 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.page_selection import api, select_sm90
-from pallas_kernels.page_selection.api import (
-    key_runs,
-    plan_selection,
-    select_pages,
-    write_key_statistics,
-)
 from pallas_kernels.specs import HEADS, Cost, Gates, Heads, Op, Spec
 from pallas_kernels.tools.balance import balance
 
@@ -72,10 +66,9 @@ def select(shapes: Selection) -> Spec:
         return Cost(bytes=values * jnp.dtype(shapes.dtype).itemsize, flops=2 * values * (H // K))
 
     def plan(arguments, implementation):
-        schedule = plan_selection(
+        return api.plan_selection(
             arguments["num_pages_R"], arguments["selects_R"], C, implementation=implementation
         )
-        return {"schedule": schedule}
 
     def balanced(schedule, num_pages_R, selects_R):
         """The balance without partial results, because parts of a row need no merge."""
@@ -89,7 +82,7 @@ def select(shapes: Selection) -> Spec:
         return [x[np.asarray(arguments["selects_R"])] for x in results]
 
     return Spec(
-        select_pages, arguments, cost, {"count": count}, indices=("num_pages_R", "selects_R"),
+        api.select_pages, arguments, cost, {"count": count}, indices=("num_pages_R", "selects_R"),
         plan=plan, balance=balanced, defined=of_selecting,
     )  # fmt: skip
 
@@ -115,23 +108,18 @@ def write(
             mine, pages = pages[:held], pages[held:]
             at = first + np.arange(count)
             slots += (mine[at // page_size] * page_size + at % page_size).tolist()
-        slots_TxK = np.array([*slots, places])[:, None] + np.arange(K) * (
-            num_pages // K * page_size
-        )
+        slots_T = np.array([*slots, places])
+        slots_TxK = slots_T[:, None] + np.arange(K) * (num_pages // K * page_size)
         slots_TxK = np.where(np.arange(K) < max(1, K // 2), slots_TxK, places)
         stored = jax.random.normal(keys[0], (2, num_pages, C, D), dtype)
+        of_head, written = jnp.asarray(slots_T, jnp.int32), jnp.arange(T) < T - 1
         return {
             "statistics_NxCx2D": jnp.concatenate([stored.max(0), stored.min(0)], -1),
             "k_TxKxD": jax.random.normal(keys[1], (T, K, D), dtype),
             "slots_TxK": jnp.asarray(slots_TxK, jnp.int32),
             "runs": None
             if max(counts) == 1
-            else key_runs(
-                jnp.asarray([*slots, places], jnp.int32),
-                jnp.arange(T) < T - 1,
-                LOGICAL,
-                len(counts),
-            ),
+            else api.key_runs(of_head, written, LOGICAL, len(counts)),
         }
 
     def cost(arguments) -> Cost:
@@ -142,7 +130,7 @@ def write(
         return Cost(bytes=heads_with * D * (sum(counts) + 4 * runs) * jnp.dtype(dtype).itemsize)
 
     return Spec(
-        write_key_statistics, arguments, cost, {"logical": LOGICAL},
+        api.write_key_statistics, arguments, cost, {"logical": LOGICAL},
         donated=("statistics_NxCx2D",), most_pages=(2**31 - 1) // page_size,
     )  # fmt: skip
 
@@ -165,7 +153,13 @@ _WRITTEN = {
 
 
 def _selected(small: bool) -> dict[str, Spec]:
-    few = {"small": Selection(Heads(4, 2, 64), 2, 1280, budget=192)}
+    few = {
+        "small": Selection(Heads(4, 2, 64), 2, 1280, budget=192, selecting=2, dtype="float16"),
+        # More tiles than stages, and more rows of a thread block than places for queries.
+        "many-tiles": Selection(Heads(4, 1), 9, 64 * 40, budget=256, selecting=1),
+        "page128": Selection(Heads(12, 1), 3, 128 * 20, page_size=128, budget=512, selecting=2),
+        "group1": Selection(Heads(2, 2), 3, 64 * 20, budget=192, selecting=1),
+    }
     return {name: select(shapes) for name, shapes in (few if small else SELECT_SHAPES).items()}
 
 
@@ -176,7 +170,11 @@ SELECT = Op(
     kernels=("page_scores",),
     gates=Gates(resident={"page_scores": 2}),
 )
-_FEW_WRITTEN = {"small": write(Heads(2, 2, 64), (5, 1, 37), num_pages=20)}
+_FEW_WRITTEN = {
+    "small": write(Heads(2, 2, 64), (5, 1, 37), num_pages=20),
+    "dim128": write(Heads(2, 2), (5, 1, 37), num_pages=20),
+    "decode": write(Heads(2, 2, 64), (1,) * 5, num_pages=20, dtype="float16"),
+}
 WRITE = Op(
     api.WRITE,
     _WRITTEN,

@@ -83,11 +83,15 @@ def _small(shapes: Attention) -> Attention:
     return replace(shapes, sequences=1, context=64, chunk=min(shapes.chunk, 64))
 
 
-def _contiguous(shapes: Attention, queries: int):
+def _queries(shapes: Attention) -> int:
+    return max(1, shapes.chunk)
+
+
+def _contiguous(shapes: Attention):
     """q [S, queries, H, D], k and v [S, context, K, D]."""
     S, (H, K, D) = shapes.sequences, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
     keys = jax.random.split(jax.random.key(0), 3)
-    sizes = [(S, queries, H, D), (S, shapes.context, K, D), (S, shapes.context, K, D)]
+    sizes = [(S, _queries(shapes), H, D), (S, shapes.context, K, D), (S, shapes.context, K, D)]
     return [jax.random.normal(key, size, shapes.dtype) for key, size in zip(keys, sizes)]
 
 
@@ -114,22 +118,13 @@ def _jax_triton(shapes: Attention, device_seconds) -> float:
 
 
 def _jax_mosaic(shapes: Attention, device_seconds) -> float:
-    q, k, v = _contiguous(replace(shapes, dtype="float16"), shapes.chunk)
-    return device_seconds(_jax_attention(), q, k, v)
+    return device_seconds(_jax_attention(), *_contiguous(replace(shapes, dtype="float16")))
 
 
-def _cudnn(queries: Callable[[Attention], int]):
-    def run(shapes: Attention, device_seconds) -> float:
-        q, k, v = _contiguous(shapes, queries(shapes))
-        causal = q.shape[1] > 1
-        return device_seconds(
-            lambda q, k, v: jax.nn.dot_product_attention(
-                q, k, v, is_causal=causal, implementation="cudnn"
-            ),
-            q, k, v,
-        )  # fmt: skip
-
-    return run
+def _cudnn(shapes: Attention, device_seconds) -> float:
+    causal = _queries(shapes) > 1
+    attend = partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+    return device_seconds(attend, *_contiguous(shapes))
 
 
 def _torch_seconds(torch, function: Callable) -> float:
@@ -146,18 +141,15 @@ def _torch_seconds(torch, function: Callable) -> float:
     return statistics.median(seconds)
 
 
-def _torch_sdpa(queries: Callable[[Attention], int]):
-    def run(shapes: Attention, _) -> float:
-        torch = importlib.import_module("torch")
-        dtype = getattr(torch, shapes.dtype)
-        S, (H, K, D) = shapes.sequences, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
-        q = torch.randn(S, H, queries(shapes), D, dtype=dtype, device="cuda")
-        k, v = torch.randn(2, S, K, shapes.context, D, dtype=dtype, device="cuda")
-        attend = torch.nn.functional.scaled_dot_product_attention
-        causal = q.shape[2] > 1
-        return _torch_seconds(torch, lambda: attend(q, k, v, is_causal=causal, enable_gqa=K < H))
-
-    return run
+def _torch_sdpa(shapes: Attention, _) -> float:
+    torch = importlib.import_module("torch")
+    dtype = getattr(torch, shapes.dtype)
+    S, (H, K, D) = shapes.sequences, (shapes.heads.H, shapes.heads.K, shapes.heads.D)
+    q = torch.randn(S, H, _queries(shapes), D, dtype=dtype, device="cuda")
+    k, v = torch.randn(2, S, K, shapes.context, D, dtype=dtype, device="cuda")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    causal = q.shape[2] > 1
+    return _torch_seconds(torch, lambda: attend(q, k, v, is_causal=causal, enable_gqa=K < H))
 
 
 def _flashinfer_decode(shapes: Attention, _) -> float:
@@ -187,15 +179,10 @@ def _flashinfer_prefill(shapes: Attention, _) -> float:
     )
 
 
-DECODE: dict[str, Callable] = {
-    "JAX Triton": _jax_triton,
-    "FlashInfer": _flashinfer_decode,
-    "cuDNN, contiguous": _cudnn(lambda shapes: 1),
-    "torch SDPA, contiguous": _torch_sdpa(lambda shapes: 1),
-}
-PREFILL: dict[str, Callable] = {
+_CONTIGUOUS = {"cuDNN, contiguous": _cudnn, "torch SDPA, contiguous": _torch_sdpa}
+DECODE = {"JAX Triton": _jax_triton, "FlashInfer": _flashinfer_decode, **_CONTIGUOUS}
+PREFILL = {
     "JAX Mosaic, contiguous float16": _jax_mosaic,
     "FlashInfer, contiguous": _flashinfer_prefill,
-    "cuDNN, contiguous": _cudnn(lambda shapes: shapes.chunk),
-    "torch SDPA, contiguous": _torch_sdpa(lambda shapes: shapes.chunk),
+    **_CONTIGUOUS,
 }

@@ -11,12 +11,6 @@ import numpy as np
 
 from pallas_kernels.attention import tolerance
 from pallas_kernels.paged_attention import api, balance, peers
-from pallas_kernels.paged_attention.api import (
-    paged_attention,
-    paged_prefill_attention,
-    plan_decode,
-    plan_prefill,
-)
 from pallas_kernels.specs import (
     HEADS,
     Attention,
@@ -46,19 +40,18 @@ def decode(shapes: Attention) -> Spec:
         return shapes.cost(visible, read=visible)
 
     def plan(arguments, implementation):
-        schedule = plan_decode(
+        return api.plan_decode(
             arguments["lengths_SxK"], shapes.heads.D, jnp.dtype(shapes.dtype),
             sliding_window=shapes.sliding_window, format=shapes.format, page_size=shapes.page_size,
             implementation=implementation,
         )  # fmt: skip
-        return {"schedule": schedule}
 
     def compare(arguments, found) -> Errors:
-        expected = tolerance.expected(paged_attention, shapes.options, arguments)
+        expected = tolerance.expected(api.paged_attention, shapes.options, arguments)
         return tolerance.errors_of(found[0], *expected)
 
     return Spec(
-        paged_attention, arguments, cost, shapes.options, indices=("lengths_SxK",), plan=plan,
+        api.paged_attention, arguments, cost, shapes.options, indices=("lengths_SxK",), plan=plan,
         balance=partial(balance.of_decode, shapes), compare=compare,
     )  # fmt: skip
 
@@ -97,12 +90,11 @@ def prefill(shapes: Attention) -> Spec:
         return shapes.cost(np.concatenate(visible), tokens_read(lengths, counts))
 
     def plan(arguments, implementation):
-        schedule = plan_prefill(
+        return api.plan_prefill(
             **arguments, num_tokens=shapes.sequences * shapes.chunk, num_heads=shapes.heads.H,
             num_kv_heads=shapes.heads.K, sliding_window=shapes.sliding_window,
             implementation=implementation,
         )  # fmt: skip
-        return {"schedule": schedule}
 
     def balanced(schedule, query_starts, lengths_S):
         read = tokens_read(np.asarray(lengths_S), np.diff(np.asarray(query_starts)))
@@ -110,11 +102,11 @@ def prefill(shapes: Attention) -> Spec:
 
     def compare(arguments, found) -> Errors:
         rows, decode = tolerance.as_decode(arguments)
-        expected = tolerance.expected(paged_attention, shapes.options, decode)
+        expected = tolerance.expected(api.paged_attention, shapes.options, decode)
         return tolerance.errors_of(found[0][rows], *expected)
 
     return Spec(
-        paged_prefill_attention, arguments, cost, shapes.options,
+        api.paged_prefill_attention, arguments, cost, shapes.options,
         indices=("query_starts", "lengths_S"), plan=plan, balance=balanced,
         defined=without_padding, compare=compare,
     )  # fmt: skip
@@ -194,6 +186,7 @@ def short(shapes: Attention, small: bool) -> Attention:
     return replace(
         shapes, heads=heads if small else shapes.heads, sequences=sequences, context=context,
         chunk=chunk, ragged=True, tokens=None,
+        sliding_window=shapes.sliding_window and 2 * context // 5,
     )  # fmt: skip
 
 

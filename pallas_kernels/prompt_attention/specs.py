@@ -81,10 +81,9 @@ def prompts(shapes: Prompts) -> Spec:
         )
 
     def plan(arguments, implementation):
-        schedule = plan_prompt_attention(
+        return plan_prompt_attention(
             arguments["query_starts"], T, H, K, **options, implementation=implementation
         )
-        return {"schedule": schedule}
 
     def balanced(schedule, query_starts):
         """The balance of prompt_scores. Its rows are tiles of keys, its tiles tiles of queries."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantization.codes import Codes, channels_in_planes, plane_factors
 from pallas_kernels.quantization.format import KVFormat
-from pallas_kernels.quantization.quantizer import LIMIT, quantize
+from pallas_kernels.quantization.quantizer import LIMIT, low_half, quantize
 
 
 def quantize_but(x, format: KVFormat, count: int):
@@ -28,7 +28,7 @@ def quantize_but(x, format: KVFormat, count: int):
     is_outlier = (jnp.arange(x.shape[-1]) == channel[..., None]).any(-2)
     codes, scales = quantize(jnp.where(is_outlier, median, x), format)
     value = jnp.take_along_axis(jnp.clip(x, -LIMIT, LIMIT), channel, -1).astype(jnp.float16)
-    bits = jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
+    bits = value.view(jnp.uint16).astype(jnp.uint32)
     return codes, scales, bits | channel.astype(jnp.uint32) << 16
 
 
@@ -59,6 +59,4 @@ def as_codes(codes: Codes, words, held) -> Codes:
 
 def _split(words):
     """(values float32, channels int32)"""
-    bits = (words & 0xFFFF).astype(jnp.uint16)
-    values = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
-    return values, (words >> 16).astype(jnp.int32)
+    return low_half(words), (words >> 16).astype(jnp.int32)

@@ -37,7 +37,7 @@ def quantize(x, format: KVFormat):
     step = jnp.where(step > 0, step, 1)[..., None]
     codes = jnp.clip(jnp.round(above / step), 0, format.most).astype(jnp.uint32)
     zero = jnp.where(finite, zero, jnp.nan)
-    return pack(codes.reshape(*codes.shape[:-2], -1), format), _joined(scale, zero)
+    return pack(codes.reshape(*codes.shape[:-2], -1), format), joined(scale, zero)
 
 
 def dequantize(codes, scales, format: KVFormat):
@@ -73,18 +73,17 @@ def unpack(words, format: KVFormat):
 
 def split(words):
     """The scales and the zero points of words [...], both [...] float32."""
-
-    def half(word):
-        bits = word.astype(jnp.uint16)
-        return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
-
-    return half(words & jnp.uint32(0xFFFF)), half(words >> 16)
+    return low_half(words), low_half(words >> jnp.uint32(16))
 
 
-def _joined(scale, zero):
-    low, high = (
-        jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (scale, zero)
-    )
+def low_half(words):
+    """The float16 in the low half of each word, as float32."""
+    return words.astype(jnp.uint16).view(jnp.float16).astype(jnp.float32)
+
+
+def joined(scale, zero):
+    """The words of scales and zero points, both [...] float16."""
+    low, high = (x.view(jnp.uint16).astype(jnp.uint32) for x in (scale, zero))
     return low | high << 16
 
 

@@ -81,13 +81,3 @@ def _halves(words, format: KVFormat, dtype, hidden):
     larger = hidden + jnp.uint32((ones | 0x80) * 0x10001)
     both = floats(bits(0x7F) | constant), floats(bits(0x80) ^ larger)
     return (rest - highest for rest, highest in zip(*both))
-
-
-def scale_and_zero(words):
-    """Scales and zero points [T] float32, from words [T] that hold both as float16."""
-
-    def half(word):
-        bits = word.astype(jnp.uint16)
-        return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
-
-    return half(words), half(words >> jnp.uint32(16))

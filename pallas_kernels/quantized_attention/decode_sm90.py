@@ -43,6 +43,7 @@ from pallas_kernels.mosaic import (
     whole_product,
 )
 from pallas_kernels.quantization import registers
+from pallas_kernels.quantization.quantizer import split
 from pallas_kernels.quantized_attention.sections import (
     CHUNK,
     Section,
@@ -194,9 +195,7 @@ def decode(
 
                 def scales(which, at):
                     words = scales_s[which].at[slot, pl.ds(at, CHUNK)]
-                    return registers.scale_and_zero(
-                        plgpu.load(words, layout=LAYOUT.reduce(1), optimized=False)
-                    )
+                    return split(plgpu.load(words, layout=LAYOUT.reduce(1), optimized=False))
 
                 def codes(words_s, at, format):
                     words = plgpu.load(words_s.at[pl.ds(at, CHUNK)], layout=LAYOUT, optimized=False)
@@ -300,8 +299,9 @@ def _held(section: Section, at: int, first_page, shape, first, count, sliding_wi
 def decode_pages(q, k_pages, v_pages, tables, lengths, *, returns_scores=False, **options):
     """`paged_attention` over `QuantizedPages`."""
     (S, H, _), (K, M), P = q.shape, tables.shape[1:], k_pages.page_size
+    section = Section.of_page(k_pages.format, v_pages.format, P)
     out, lse, scores = decode(
-        q, k_pages.words, v_pages.words, tables, (lengths,), [Section.of_pages(k_pages, v_pages)],
+        q, k_pages.words, v_pages.words, tables, (lengths,), [section],
         returns_scores=returns_scores, **options,
     )  # fmt: skip
     if not returns_scores:
@@ -328,15 +328,12 @@ def with_its_shapes(run: Callable) -> Callable:
     @wraps(run)
     def padded(q, words, tables, counts, *, formats, **options):
         out, lse, scores = run(q, words, tables, counts, formats=formats, **options)
-        sections, G = (
-            [Section.of_format(format) for format in formats],
-            q.shape[1] // tables.shape[1],
-        )
-        pages = pages_of_tile(sections)
+        sections = [Section.of_format(format) for format in formats]
+        pages, N = pages_of_tile(sections), split_kv.padded_group(q.shape[1] // tables.shape[1])
         of_each = []
         for x, section in zip(scores, sections):
-            axes = -x.shape[2] % pages, section.rows - section.tokens, split_kv.padded_group(G) - G
-            of_each.append(jnp.pad(x, ((0, 0), (0, 0), *((0, more) for more in axes))))
+            more = -x.shape[2] % pages, section.rows - section.tokens, N - x.shape[-1]
+            of_each.append(jnp.pad(x, [(0, 0), (0, 0), *((0, n) for n in more)]))
         return out, lse, tuple(of_each)
 
     return padded

@@ -215,8 +215,8 @@ class PageFormat:
         return Tokens(
             self._elements(parts[0], parts[1], self.keys),
             self._elements(parts[2], parts[3], self.values),
-            _floats(parts[4][:, 0]) if self.scored else jnp.zeros(len(page), jnp.float32),
-            _integers(parts[5][:, 0]) if self.scored else jnp.zeros(len(page), jnp.int32),
+            parts[4][:, 0].view(jnp.float32) if self.scored else jnp.zeros(len(page), jnp.float32),
+            parts[5][:, 0].view(jnp.int32) if self.scored else jnp.zeros(len(page), jnp.int32),
         )
 
     def write(self, words_NxW, page, at, tokens: Tokens):
@@ -233,8 +233,8 @@ class PageFormat:
         parts = [
             *keys,
             *self._quantized(tokens.values, self.values),
-            _words(tokens.scores.astype(jnp.float32)),
-            _words(tokens.positions.astype(jnp.int32)),
+            tokens.scores.astype(jnp.float32).view(jnp.uint32),
+            tokens.positions.astype(jnp.int32).view(jnp.uint32),
         ]
         for (first, width), part in zip(self.sections, parts, strict=True):
             if width:
@@ -247,13 +247,14 @@ class PageFormat:
         first = self.sections[4].first
         span = self.sections[5].first + self.tokens - first
         part = take_words(words_NxW, page, first, span)
-        return _floats(part[:, : self.tokens]), _integers(part[:, span - self.tokens :])
+        scores, positions = part[:, : self.tokens], part[:, span - self.tokens :]
+        return scores.view(jnp.float32), positions.view(jnp.int32)
 
     def write_scores(self, words_NxW, page, scores_nxP):
         """The words with new scores [n, P] in the pages `page` [n]. As in `write`, pages from N on
         are dropped, and all pages must be distinct."""
         first = jnp.full_like(page, self.sections[4].first)
-        return put_words(words_NxW, page, first, _words(scores_nxP))
+        return put_words(words_NxW, page, first, scores_nxP.view(jnp.uint32))
 
 
 def parse_format(
@@ -304,15 +305,3 @@ def _sections(widths: tuple[int, ...], tokens: int) -> tuple[tuple[Section, ...]
         sections.append(Section(first, width))
         end = first + tokens * width
     return tuple(sections), -(-end // ALIGNMENT) * ALIGNMENT
-
-
-def _floats(words):
-    return jax.lax.bitcast_convert_type(words, jnp.float32)
-
-
-def _integers(words):
-    return jax.lax.bitcast_convert_type(words, jnp.int32)
-
-
-def _words(numbers):
-    return jax.lax.bitcast_convert_type(numbers, jnp.uint32)

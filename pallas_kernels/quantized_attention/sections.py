@@ -34,14 +34,10 @@ class Section:
     keys: KVFormat
     values: KVFormat
     tokens: int
-    firsts: tuple[int, int, int, int]
+    firsts: tuple[int, ...]
     column: int = 0
     step: int = 1
     width: int = 0
-
-    @classmethod
-    def of_pages(cls, k_pages: QuantizedPages, v_pages: QuantizedPages) -> "Section":
-        return cls.of_page(k_pages.format, v_pages.format, k_pages.page_size)
 
     @classmethod
     def of_page(cls, keys: KVFormat, values: KVFormat, page_size: int) -> "Section":
@@ -55,8 +51,7 @@ class Section:
 
         run: the pages' columns in tables, which the kernel needs and a schedule does not.
         """
-        keys, scales, values, more_scales = (section.first for section in format.sections[:4])
-        firsts = keys, scales, values, more_scales
+        firsts = tuple(section.first for section in format.sections[:4])
         return cls(format.keys, format.values, format.tokens, firsts, *run)
 
     @property
@@ -93,7 +88,8 @@ def refusal(q, k_words, v_words, K: int, sections: Sequence[Section]) -> str | N
 
 
 def refusal_of_pages(q, k_pages: QuantizedPages, v_pages: QuantizedPages, K: int) -> str | None:
-    return refusal(q, k_pages.words, v_pages.words, K, [Section.of_pages(k_pages, v_pages)])
+    section = Section.of_page(k_pages.format, v_pages.format, k_pages.page_size)
+    return refusal(q, k_pages.words, v_pages.words, K, [section])
 
 
 def refusal_of_formats(q, words, K: int, formats: tuple[PageFormat, ...]) -> str | None:

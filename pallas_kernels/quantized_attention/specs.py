@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels.attention import tolerance
 from pallas_kernels.paged_attention import balance
 from pallas_kernels.quantization import KVFormat
+from pallas_kernels.quantization.quantizer import joined
 from pallas_kernels.quantized_attention import api
 from pallas_kernels.quantized_attention.api import mixed_precision_attention, plan_mixed_decode
 from pallas_kernels.quantized_attention.pages import PageFormat, parse_format
@@ -103,10 +104,7 @@ def make(shapes: Mixed) -> Spec:
         )
 
     def plan(arguments, implementation):
-        schedule = plan_mixed_decode(
-            arguments["counts_SxKxI"], formats, implementation=implementation
-        )
-        return {"schedule": schedule}
+        return plan_mixed_decode(arguments["counts_SxKxI"], formats, implementation=implementation)
 
     def balanced(schedule, counts_SxKxI):
         pages = pages_of_tile([Section.of_format(format) for format in formats])
@@ -138,30 +136,19 @@ def make(shapes: Mixed) -> Spec:
 def _pages(key, format: PageFormat, count: int):
     """Random pages [count, W]."""
     keys = jax.random.split(key, 4)
-    parts = []
-    end = 0
+    words = jnp.zeros((count, format.words), jnp.uint32)
     for i, (section, k) in enumerate(zip(format.sections[:4], keys)):
-        width = format.tokens * section.width
-        parts.append(jnp.zeros((count, section.first - end), jnp.uint32))
+        shape = count, format.tokens * section.width
         one = format.keys if i < 2 else format.values
-        parts.append(
-            _scales(k, one, (count, width))
-            if i % 2
-            else jax.random.bits(k, (count, width), jnp.uint32)
-        )
-        end = section.first + width
-    return jnp.concatenate([*parts, jnp.zeros((count, format.words - end), jnp.uint32)], axis=1)
+        drawn = _scales(k, one, shape) if i % 2 else jax.random.bits(k, shape, jnp.uint32)
+        words = words.at[:, section.first : section.first + shape[1]].set(drawn)
+    return words
 
 
 def _scales(key, format: KVFormat, shape):
     """Scales and zero points for elements from about -2 to 2, at most `LARGEST` in magnitude."""
     spread = jax.random.uniform(key, shape, minval=0.8, maxval=1.2)
-
-    def half(x):
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
-        return bits.astype(jnp.uint32)
-
-    return half(4 * spread / format.most) | half(-2 * spread) << 16
+    return joined(*(x.astype(jnp.float16) for x in (4 * spread / format.most, -2 * spread)))
 
 
 _LLAMA, _QWEN = HEADS["llama-3-8b"], HEADS["qwen2.5-7b"]

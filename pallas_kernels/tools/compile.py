@@ -2,31 +2,26 @@
 
     python -m pallas_kernels.tools.compile --target=h200 --op=paged_attention --spec=llama-3-8b
 
-Without --op and --spec it compiles every op with every spec of its arguments. It prints three
-tables:
+Without --op and --spec it compiles every op with every spec of its arguments. It prints
 
-- the compiler's report: the registers of a thread, the bytes that spill, the threads and the shared
-  memory of a thread block, the thread blocks that fit a multiprocessor, the numbers of tensor-core
-  and TMA instructions, the number of the op's launches, the temporary memory, and the share of the
-  donated arrays that is written in place;
-- for each loop over tiles: the bytes in flight, and the bytes that Little's law requires;
-  instructions and barriers per tile; the resource that limits the loop; the share of the memory
-  bandwidth or of the tensor cores' rate that the loop can reach, as a range; how evenly the
-  schedule spreads the work; and the predicted time of the call. predict.py has the arithmetic and
-  its assumptions;
+- the compiler's report: registers of a thread, spilled bytes, threads and shared memory of a thread
+  block, thread blocks that fit a multiprocessor, tensor-core and TMA instructions, launches of the
+  op, temporary memory, and the share of the donated arrays that is written in place;
+- for each loop over tiles: bytes in flight and those that Little's law requires, instructions and
+  barriers per tile, the limiting resource and the share of its rate that the loop can reach, the
+  balance of the schedule, and the predicted time of the call (predict.py);
 - the loops over tiles of other libraries' kernels for the same shapes (peers.py), if these
   libraries can be imported.
 
-It exits with an error
+It exits with an error if a kernel
 
-- if a kernel does not compile within minutes, spills registers, or leaves no report;
-- if a kernel uses so many registers or so much shared memory that too few thread blocks fit a
-  multiprocessor;
-- if a kernel does not wait for memory that it reads (synchronization.py);
-- if a kernel would race or hang on a GPU but not in the interpreter (hazards.py);
-- if a donated array is copied;
-- if an op launches more kernels than its gates allow;
-- if a schedule of equal parts leaves thread blocks without work.
+- does not compile within minutes, spills registers, or leaves no report;
+- needs so many registers or so much shared memory that too few thread blocks fit a multiprocessor;
+- does not wait for memory that it reads (synchronization.py);
+- would race or hang on a GPU but not in the interpreter (hazards.py);
+
+or if an op copies a donated array, launches more kernels than its gates allow, or has a schedule of
+equal parts that leaves thread blocks without work.
 
 It needs the extra `aot`, and no GPU.
 """
@@ -50,7 +45,6 @@ from pallas_kernels.tools import hazards, peers, predict, report, synchronizatio
 from pallas_kernels.tools.balance import Balance
 from pallas_kernels.tools.compiled import Compiled, compile_function
 from pallas_kernels.tools.report import Call, Report
-from pallas_kernels.tools.schedules import balance_of
 from pallas_kernels.tools.targets import TARGETS
 
 MOST_SECONDS = 300
@@ -91,7 +85,7 @@ def _compile(target: str, op: str, spec: str, implementation: str) -> Report:
 
     compiled = compile_function(run, donated, (arguments, plan), target, reused=OPS[op].reused)
     followed = implementation != "xla"
-    balance = balance_of(op, spec, target) if followed else None
+    balance = OPS[op].balance(spec, gpu.gpu) if followed else None
     return Report(
         target,
         op,
@@ -195,7 +189,7 @@ def main(argv: list[str]) -> str | None:
     print(report.compilers_table(reports))
     for title, table in (
         ("loops over tiles", report.loops_table(reports)),
-        ("others' kernels beside ours, a tile each", report.aligned(peers.rows(others, reports))),
+        ("others' kernels beside ours, a tile each", report.peers_table(others, reports)),
     ):
         if table:
             print(f"\n{title}\n{table}")

@@ -1,8 +1,6 @@
 """A check of a kernel's jaxpr for errors that neither the interpreter nor the compiler reports.
 
-In the interpreter a warpgroup is one thread with unlimited registers, separate memory for
-reductions, and integers that never overflow. The compiler assumes that a kernel keeps the rules
-below. A kernel that breaks a rule races or hangs on a GPU, or reads zeros.
+A kernel that breaks one of these rules races or hangs on a GPU, or reads zeros:
 
 - Registers: after `set_max_registers`, all warpgroups of a thread block together have at most the
   registers of the launch. Otherwise the last warpgroup that requests registers waits for ever.

@@ -38,10 +38,6 @@ class Launch:
     stored: int
 
     @property
-    def blocks(self) -> int:
-        return math.prod(self.grid)
-
-    @property
     def threads(self) -> int:
         return WARPGROUP * self.warpgroups
 
@@ -49,6 +45,15 @@ class Launch:
     def multiplying(self) -> int:
         """Warpgroups that multiply a tile."""
         return max(1, self.warpgroups // self.lanes - 1)
+
+    @property
+    def tile_flops(self) -> int:
+        return self.multiplying * self.flops
+
+    @property
+    def through_shared(self) -> int:
+        """Bytes that all warpgroups move through shared memory."""
+        return self.copied + self.multiplying * (self.operands + self.stored)
 
     @property
     def lanes(self) -> int:

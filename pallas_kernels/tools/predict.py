@@ -22,7 +22,6 @@ from pallas_kernels.tools.targets import Target
 REGISTERS = 65536
 THREADS = 2048
 BLOCKS = 32
-WARP = 32
 REGISTER_UNIT = 8  # A thread's registers are allocated in multiples of 8.
 RESERVED_SHARED = 1024  # bytes of shared memory that CUDA reserves in each thread block
 
@@ -134,16 +133,15 @@ def predict(
     passes = launch.flops / loop.flops if loop.flops else 1.0
     issued = launch.multiplying * loop.instructions * passes
     issued += fetching.instructions if fetching else 0
-    through_shared = launch.copied + launch.multiplying * (launch.operands + launch.stored)
     in_flight, needed = resident * launch.in_flight, needed_in_flight(target)
     if reused:
         source, rate = "L2", L2_BYTES_PER_S / multiprocessors / clock
     else:
         source, rate = "memory", per_clock * READ_SHARE * min(1.0, in_flight / needed)
-    tensor = launch.multiplying * launch.flops / target.tensor_flops_per_clock
+    tensor = launch.tile_flops / target.tensor_flops_per_clock
     clocks = {
         source: launch.copied / rate if rate else 0.0,
-        "shared memory": through_shared / SHARED_BYTES_PER_CLOCK,
+        "shared memory": launch.through_shared / SHARED_BYTES_PER_CLOCK,
         "issue": issued,
         "tensor cores": tensor,
     }

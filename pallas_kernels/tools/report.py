@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 from pallas_kernels.ops import OPS
-from pallas_kernels.tools import peers, predict
+from pallas_kernels.tools import predict
 from pallas_kernels.tools.balance import Balance
 from pallas_kernels.tools.compiled import Kernel
+from pallas_kernels.tools.peers import PeerReport
 from pallas_kernels.tools.targets import TARGETS
 
 MOST_IDLE, MOST_LONGEST = 0.05, 1.2
@@ -112,7 +113,7 @@ def compilers_table(reports: list[Report]) -> str:
         outcome = "; ".join(r.faults) or "ok"
         rows.append([r.target, r.op, r.spec, r.implementation, *joined, str(len(r.launches))])
         rows[-1] += [f"{r.temporaries / 1e6:.1f}", in_place, f"{r.seconds:.0f}", outcome]
-    return aligned(rows)
+    return _aligned(rows)
 
 
 def loops_table(reports: list[Report]) -> str:
@@ -124,10 +125,27 @@ def loops_table(reports: list[Report]) -> str:
     for r in reports:
         over_tiles = [kernel for kernel in r.kernels if kernel.prediction]
         for kernel in over_tiles:
-            rows.append([r.target, r.spec, kernel.launch.name, *peers.columns(kernel)])
+            rows.append([r.target, r.spec, kernel.launch.name, *_loop_columns(kernel)])
             # The balance describes the schedule of the last kernel with a loop over tiles.
             rows[-1] += _schedule_columns(r) if kernel is over_tiles[-1] else ["-"] * 7
-    return aligned(rows) if rows[1:] else ""
+    return _aligned(rows) if rows[1:] else ""
+
+
+def _loop_columns(kernel: Kernel) -> list[str]:
+    """KB in flight, needed KB, instructions and barriers of a warp that multiplies and of a warp
+    that fetches, the limiting resource, and the reached share of the resource's rate."""
+    loop, found, fetching = kernel.loop, kernel.prediction, kernel.fetching
+    assert loop is not None and found is not None
+    both = [loop, fetching] if fetching else [loop]
+    return [
+        f"{found.in_flight / 1024:.0f}",
+        f"{found.needed_in_flight / 1024:.0f}",
+        "+".join(str(one.instructions) for one in both),
+        "+".join(str(one.block_barriers) for one in both),
+        "+".join(str(one.transaction_barriers) for one in both),
+        found.bound,
+        f"{predict.percent(found.shares)} of {found.of}",
+    ]
 
 
 def _schedule_columns(report: Report) -> list[str]:
@@ -142,8 +160,33 @@ def _schedule_columns(report: Report) -> list[str]:
     return [*columns, seconds, f"{predict.percent(call.shares)} of {call.bound}"]
 
 
-def aligned(rows: list[list[str]]) -> str:
-    if not rows:
-        return ""
+def peers_table(others: list[PeerReport], reports: list[Report]) -> str:
+    """Peers beside this library's kernels for the same shapes."""
+    header = (
+        "target kernel registers threads resident KB-a-tile MFLOP-a-tile FLOP-a-byte "
+        "KB-through-shared KB-in-flight needed instructions BAR SYNCS waits-for reaches"
+    ).split()
+    compared = {(peer.target, peer.op, peer.spec) for peer in others}
+    found: list[tuple[str, str, Kernel | str]] = [
+        (r.target, f"our {r.op}", kernel)
+        for r in reports
+        for kernel in r.kernels
+        if (r.target, r.op, r.spec) in compared and kernel.prediction
+    ]
+    found += [(peer.target, peer.peer, peer.kernel or str(peer.problem)) for peer in others]
+    rows = [header]
+    for target, name, kernel in found:
+        if isinstance(kernel, str):
+            rows.append([target, name, *["-"] * (len(header) - 3), kernel])
+            continue
+        launch, resident = kernel.launch, kernel.occupancy.blocks
+        rows.append([target, name, *map(str, (kernel.registers, launch.threads, resident))])
+        rows[-1] += [f"{launch.copied / 1024:.0f}", f"{launch.tile_flops / 1e6:.1f}"]
+        rows[-1] += [f"{launch.tile_flops / max(1, launch.copied):.0f}"]
+        rows[-1] += [f"{launch.through_shared / 1024:.0f}", *_loop_columns(kernel)]
+    return _aligned(rows) if others else ""
+
+
+def _aligned(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

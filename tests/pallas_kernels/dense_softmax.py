@@ -28,6 +28,27 @@ def dense(q_HxD, k_KxtxD, v_KxtxD, window, soft_cap):
     return np.stack(out), np.array(lses)
 
 
+def masked(q_nxHxD, k_NxKxD, v_NxKxD, seen_KxnxN) -> np.ndarray:
+    """Attention [n, H, D] of each query to the keys that it sees, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q_nxHxD, k_NxKxD, v_NxKxD))
+    G = q.shape[1] // k.shape[1]
+    scores = np.einsum("nhd,Nhd->hnN", q, np.repeat(k, G, axis=1)) * q.shape[-1] ** -0.5
+    weights = np.where(np.repeat(seen_KxnxN, G, axis=0), np.exp(scores), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hnN,Nhd->nhd", weights, np.repeat(v, G, axis=1))
+
+
+def paged(sequences, tables_SxKxM, P, named=lambda s, head, page: True) -> np.ndarray:
+    """Pools of keys and of values [2, N, P, D] with the tokens of sequences [S][2, n, K, D], NaN
+    after a sequence's last token and in pages that are not `named`."""
+    found = np.full((2, tables_SxKxM.size, P, sequences[0].shape[-1]), np.nan, sequences[0].dtype)
+    for s, head in np.ndindex(tables_SxKxM.shape[:2]):
+        for at in range(sequences[s].shape[1]):
+            if named(s, head, at // P):
+                found[:, tables_SxKxM[s, head, at // P], at % P] = sequences[s][:, at, head]
+    return found
+
+
 def pools(rng, N, P, dtype):
     return tuple(np.asarray(jnp.asarray(x, dtype)) for x in rng.standard_normal((2, N, P, D)))
 

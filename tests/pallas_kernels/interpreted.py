@@ -28,6 +28,19 @@ def run_spec(spec, arguments, implementation):
     return run(op, *arguments.values(), implementation=implementation, **spec.options)
 
 
+def assert_in_place(op, *arrays, donated: int) -> None:
+    """A program of `op` writes into the first `donated` arrays, and needs no memory of their size.
+
+    arrays: shapes or arrays.
+    """
+    program = jax.jit(op, donate_argnums=tuple(range(donated))).lower(*arrays).compile()
+    memory = program.memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays[:donated]))
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 20
+
+
 @functools.cache
 def _jitted(op, implementation, *options):
     return jax.jit(functools.partial(op, implementation=implementation, **dict(options)))

@@ -1,6 +1,4 @@
-"""What is the kernels' own: plans, lists of key tiles, edges of tiles, and models' shapes."""
-
-from dataclasses import replace
+"""What is the kernels' own: plans, lists of key tiles, and edges of tiles."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,7 @@ from tests.pallas_kernels.dense_softmax import (
     queries,
     tokens,
 )
-from tests.pallas_kernels.interpreted import run, run_spec
+from tests.pallas_kernels.interpreted import run
 from tests.sweeps import swept
 
 
@@ -162,50 +160,3 @@ def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
             mine = q[i, h * G : (h + 1) * G]
             expected, _ = dense(np.repeat(mine, K, 0), [keys] * K, [values] * K, None, None)
             assert_near(found[i, h * G : (h + 1) * G], expected[::K], "bfloat16")
-
-
-def _small(shapes):
-    """The same kind of heads and pages, with what the interpreter can do in a second."""
-    G, D = shapes.heads.H // shapes.heads.K, shapes.heads.D
-    return replace(
-        shapes,
-        heads=Heads(G, 1, D),
-        sequences=3,
-        context=150,
-        tokens=None,
-        chunk=min(shapes.chunk, 70),
-        ragged=True,
-        sliding_window=shapes.sliding_window and 40,
-        soft_cap=shapes.soft_cap and 2.0,
-    )
-
-
-def _distinct(shapes):
-    """Names by small shapes: many models differ only in their number of heads."""
-    named: dict[Attention, list[str]] = {}
-    for name, one in shapes.items():
-        named.setdefault(_small(one), []).append(name)
-    return [pytest.param(small, id=names[0]) for small, names in named.items()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shapes", swept(_distinct(specs.DECODE_SHAPES), 1))
-def test_decode_kernel_in_a_models_shapes_is_near_reference(shapes):
-    _compare_with_reference(specs.decode(shapes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shapes", swept(_distinct(specs.PREFILL_SHAPES), 1))
-def test_prefill_kernel_in_a_models_shapes_is_near_reference(shapes):
-    _compare_with_reference(specs.prefill(shapes))
-
-
-def _compare_with_reference(spec):
-    arguments = spec.arguments(jax.random.key(0))
-    found = run_spec(spec, arguments, "mosaic_gpu")
-    wide = {
-        name: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x for name, x in arguments.items()
-    }
-    expected = run_spec(spec, wide, "reference")
-    rows = slice(arguments["query_starts"][-1]) if "query_starts" in arguments else slice(None)
-    assert_near(found[rows], np.asarray(expected)[rows], str(found.dtype))

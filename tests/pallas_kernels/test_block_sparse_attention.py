@@ -14,21 +14,9 @@ from pallas_kernels.block_sparse_attention import (
     streaming_blocks,
     streaming_lists,
 )
+from tests.pallas_kernels.dense_softmax import masked, paged
 
 P, K, G, D, M = 4, 2, 2, 8, 12
-
-
-def masked(q_nxHxD, k_NxKxD, v_NxKxD, first: int, sink: int, local: int) -> np.ndarray:
-    """Attention of a chunk, the queries of positions from `first` on, over all of a sequence."""
-    at, keys = first + np.arange(len(q_nxHxD)), np.arange(len(k_NxKxD))
-    page, own = keys // P, at[:, None] // P
-    seen = ((page < sink) | (page >= own - local)) & (keys <= at[:, None])
-    out = np.empty_like(q_nxHxD)
-    for h in range(q_nxHxD.shape[1]):
-        scores = q_nxHxD[:, h] @ k_NxKxD[:, h // G].T * D**-0.5
-        weights = np.where(seen, np.exp(scores), 0)
-        out[:, h] = weights / weights.sum(1, keepdims=True) @ v_NxKxD[:, h // G]
-    return out
 
 
 # Chunks after histories: none, less than a page, whole pages, more than sink and window.
@@ -47,15 +35,13 @@ def test_streaming_heads_see_sink_and_window(sink, local, implementation):
     starts = np.append(0, np.cumsum(counts))
     tables = rng.permutation(S * M * K).reshape(S, K, M)
     sequences = [rng.normal(size=(2, n, K, D)) for n in lengths]
-    pools = np.full((2, S * M * K, P, D), np.nan)
-    for s, (first, count) in enumerate(CHUNKS):
+
+    def named(s, _, page):
+        first, count = CHUNKS[s]
         tiles = range(first // P, (first + count - 1) // P + 1) if count else ()
-        named = {b for tile in tiles for b in range(tile + 1) if b < sink or b >= tile - local}
-        for position in range(lengths[s]):
-            if position // P in named:
-                for h in range(K):
-                    page = tables[s, h, position // P]
-                    pools[:, page, position % P] = sequences[s][:, position, h]
+        return any(page < sink or tile - local <= page for tile in tiles if page <= tile)
+
+    pools = paged(sequences, tables, P, named)
     q = rng.normal(size=(T, K * G, D))
     to = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     lists = streaming_lists(
@@ -68,8 +54,10 @@ def test_streaming_heads_see_sink_and_window(sink, local, implementation):
     )
     for s, (first, count) in enumerate(CHUNKS):
         rows = slice(starts[s], starts[s] + count)
+        at, key = first + np.arange(count)[:, None], np.arange(lengths[s])
+        seen = ((key // P < sink) | (key // P >= at // P - local)) & (key <= at)
         keys, values = sequences[s]
-        expected = masked(q[rows], keys, values, first, sink, local)
+        expected = masked(q[rows], keys, values, np.stack([seen] * K))
         np.testing.assert_allclose(out[rows], expected, atol=1e-5)
 
 

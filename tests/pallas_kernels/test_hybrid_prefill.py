@@ -16,6 +16,7 @@ from pallas_kernels.block_sparse_attention import (
     streaming_lists,
 )
 from pallas_kernels.paged_attention import prefill_sm90
+from tests.pallas_kernels.dense_softmax import masked, paged
 from tests.pallas_kernels.interpreted import run
 
 P, K, G, D, M = 16, 2, 2, 64, 10
@@ -23,19 +24,6 @@ SINK, LOCAL = 1, 2
 COUNTS = (0, 1, 2)
 # (history, chunk): from the start, of one token, and after more than sink and window.
 CHUNKS = ((0, 35), (37, 1), (90, 21))
-
-
-def attention(q_nxHxD, k_NxKxD, v_NxKxD, first: int, dense: int) -> np.ndarray:
-    """Of a chunk, the queries of positions from `first` on, over all of a sequence, in float64."""
-    at, keys = first + np.arange(len(q_nxHxD)), np.arange(len(k_NxKxD))
-    causal, page, own = keys <= at[:, None], keys // P, at[:, None] // P
-    out = np.empty(q_nxHxD.shape)
-    for h in range(K * G):
-        seen = causal if h // G < dense else causal & ((page < SINK) | (page >= own - LOCAL))
-        scores = q_nxHxD[:, h] @ k_NxKxD[:, h // G].T * D**-0.5
-        weights = np.where(seen, np.exp(scores), 0)
-        out[:, h] = weights / weights.sum(1, keepdims=True) @ v_NxKxD[:, h // G]
-    return out
 
 
 @pytest.mark.parametrize(
@@ -56,14 +44,14 @@ def test_dense_heads_read_all_and_streaming_heads_their_lists(implementation, de
     offsets = np.arange(K) * S * M
     rounded = lambda x: np.asarray(jnp.asarray(x, dtype))  # noqa: E731
     sequences = [rounded(rng.normal(size=(2, n, K, D))) for n in lengths]
-    pools = np.full((2, K * S * M, P, D), np.nan, sequences[0].dtype)
-    for s, (first, count) in enumerate(CHUNKS):
+
+    def named(s, head, page):
+        first, count = CHUNKS[s]
         own = range(first // P, (first + count - 1) // P + 1)
-        listed = {b for tile in own for b in range(tile + 1) if b < SINK or b >= tile - LOCAL}
-        for h in range(K):
-            for at in range(lengths[s]):
-                if h < dense or at // P in listed:
-                    pools[:, offsets[h] + tables[s, at // P], at % P] = sequences[s][:, at, h]
+        listed = any(page < SINK or tile - LOCAL <= page for tile in own if page <= tile)
+        return head < dense or listed
+
+    pools = paged(sequences, tables[:, None] + offsets[:, None], P, named)
     q = rounded(rng.normal(size=(T, K * G, D)))
     lists = streaming_lists(jnp.asarray(starts), jnp.asarray(lengths, jnp.int32), T, P, SINK, LOCAL)
     pages = tables[np.asarray(lists.rows)[:, None], np.minimum(lists.blocks, M - 1)]
@@ -75,8 +63,11 @@ def test_dense_heads_read_all_and_streaming_heads_their_lists(implementation, de
     )  # fmt: skip
     for s, (first, count) in enumerate(CHUNKS):
         rows = slice(starts[s], starts[s] + count)
-        keys, values = sequences[s].astype(np.float64)
-        expected = attention(q[rows].astype(np.float64), keys, values, first, dense)
+        at, key = first + np.arange(count)[:, None], np.arange(lengths[s])
+        listed = (key // P < SINK) | (key // P >= at // P - LOCAL)
+        seen = [(key <= at) & (listed | (head < dense)) for head in range(K)]
+        keys, values = sequences[s]
+        expected = masked(q[rows], keys, values, np.stack(seen))
         found = np.asarray(out[rows], np.float64)
         np.testing.assert_allclose(found, expected, atol=2e-2 if dtype == "bfloat16" else 2e-5)
 

@@ -138,8 +138,11 @@ def formats_of(*names: str, P: int = 4, dim: int = D, dtype="bfloat16") -> tuple
     return first, *(PageFormat(*other, words=first.words) for other in others)
 
 
-def check_against_numpy(pool: Pool, q, results) -> None:
-    """Attention, log-sum-exp and the probabilities of tokens, in float64."""
+def check(formats, *counts, M, single=0, implementation="xla", seed=0) -> None:
+    """Attention, log-sum-exp and the probabilities of tokens of a random `Pool`, in float64."""
+    pool = Pool(formats, *counts, M=M, single=single, seed=seed)
+    q = np.random.default_rng(seed + 1).normal(size=(S, K * G, D)).astype(np.float32)
+    results = attention(q, pool.words, pool.tables, pool.counts, formats, implementation, single)
     out, lse, kept = (jax.tree.map(np.asarray, x) for x in results)
     for r, tokens in enumerate(pool.tokens):
         s, k = divmod(r, K)
@@ -181,10 +184,7 @@ def test_each_format_beside_another(name):
     """Heads without tokens of one precision or of both, and pages that are not full."""
     formats = formats_of("K32V32", name)
     high, low = np.array([[0, 5], [9, 0], [4, 1]]), np.array([[0, 0], [3, 17], [30, 2]])
-    pool = Pool(formats, high, low, M=14)
-    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
-    results = attention(q, pool.words, pool.tables, pool.counts, formats, "xla")
-    check_against_numpy(pool, q, results)
+    check(formats, high, low, M=14)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,7 @@ def test_keys_by_channel_beside_others(name, group, implementation):
     low = PageFormat(*lower, first.words, group, scored=False)
     assert low.tokens % group == 0
     counts = np.array([[0, 5], [9, 0], [4, 1]]), np.array([[0, 0], [3, 97], [64, 1]])
-    pool = Pool((first, low), *counts, M=14)
-    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
-    results = attention(q, pool.words, pool.tables, pool.counts, (first, low), implementation)
-    check_against_numpy(pool, q, results)
+    check((first, low), *counts, M=14, implementation=implementation)
 
 
 def test_the_kernel_refuses_keys_by_channel():
@@ -229,13 +226,10 @@ MIXES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=S *
 @settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(mix=MIXES, seed=st.integers(0, 99))
 def test_random_mixes(implementation, mix, seed):
-    formats = formats_of("K8V4", "K4V2")
     high, low = np.array(mix).T.reshape(2, S, K)
     # 15 pages of high and 18 of low precision at most.
-    pool = Pool(formats, high, low, M=33, seed=seed)
-    q = np.random.default_rng(seed).normal(size=(S, K * G, D)).astype(np.float32)
-    results = attention(q, pool.words, pool.tables, pool.counts, formats, implementation)
-    check_against_numpy(pool, q, results)
+    formats = formats_of("K8V4", "K4V2")
+    check(formats, high, low, M=33, implementation=implementation, seed=seed)
 
 
 @pytest.mark.slow
@@ -305,12 +299,8 @@ def test_either_device_returns_the_same_shapes(names):
 @pytest.mark.slow
 def test_more_than_4800_tokens():
     """The authors' kernel gives wrong scores there."""
-    formats = formats_of("K8V4", "K4V2")
     high, low = np.array([[4801, 3], [2500, 7], [0, 1]]), np.array([[40, 0], [2700, 8], [5003, 0]])
-    pool = Pool(formats, high, low, M=1300)
-    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
-    results = attention(q, pool.words, pool.tables, pool.counts, formats, "xla")
-    check_against_numpy(pool, q, results)
+    check(formats_of("K8V4", "K4V2"), high, low, M=1300)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +311,7 @@ def test_three_precisions(implementation):
     top = np.array([[0, 9], [4, 13], [0, 1]])
     high, low = np.array([[0, 5], [9, 0], [4, 0]]), np.array([[0, 30], [0, 17], [60, 0]])
     formats = formats_of("K16V16", "K8V4", "K4V2")
-    pool = Pool(formats, top, high, low, M=12, single=4)
-    q = np.random.default_rng(1).normal(size=(S, K * G, D)).astype(np.float32)
-    arguments = q, pool.words, pool.tables, pool.counts, formats
-    check_against_numpy(pool, q, attention(*arguments, implementation, single=4))
+    check(formats, top, high, low, M=12, single=4, implementation=implementation)
 
 
 def test_arguments_that_do_not_fit_are_refused():
@@ -362,11 +349,9 @@ def test_pages_of_head_dim_128_that_the_kernel_reads(names, sizes):
     """As pallas_kernels/README.md says."""
     read = []
     for tokens in (16, 32, 64, 128):
-        highest, *others = (parse_format(name, 128, "bfloat16") for name in names)
-        first = PageFormat.holding(tokens, *highest)
-        formats = first, *(PageFormat(*other, words=first.words) for other in others)
+        formats = formats_of(*names, P=tokens, dim=128)
         q = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
-        words = jax.ShapeDtypeStruct((64, first.words), jnp.uint32)
+        words = jax.ShapeDtypeStruct((64, formats[0].words), jnp.uint32)
         if refusal_of_formats(q, words, 1, formats) is None:
             read.append(tokens)
     assert tuple(read) == sizes

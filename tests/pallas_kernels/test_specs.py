@@ -1,4 +1,4 @@
-"""Named arguments: sequences with lengths of their own, and what is planned from them."""
+"""Named arguments: their lengths and plans, and every implementation on small ones."""
 
 from dataclasses import replace
 
@@ -6,9 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import specs
 from pallas_kernels.specs import Attention, Heads
+from tests.pallas_kernels.interpreted import run_spec
 
+# Of the small arguments of an op, slow tests have these, and the sweeps all.
+FIRST = ("small", "large-logits", "bundled")
 SHAPES = Attention(Heads(4, 2, 64), sequences=3, context=100, tokens=(100, 0, 17))
 
 
@@ -51,3 +55,26 @@ def test_plans_are_arguments_of_the_op(make):
 def test_tokens_that_do_not_fit_are_refused(change):
     with pytest.raises(ValueError, match="3 sequences of at most 100 tokens"):
         replace(SHAPES, **change)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "implementation"),
+    [
+        pytest.param(
+            op, name, implementation,
+            marks=[pytest.mark.slow] * ((implementation, name) != ("xla", "large-logits"))
+            + [pytest.mark.sweep] * (name not in FIRST),
+        )
+        for op in OPS
+        for name in OPS[op].checked(True)
+        for implementation in OPS[op].implementations
+        if implementation != "reference"
+    ],
+)  # fmt: skip
+def test_every_implementation_is_near_reference(op, name, implementation):
+    spec = OPS[op].checked(True)[name]
+    arguments = spec.arguments(jax.random.key(0))
+    plan = spec.planned(arguments, implementation)
+    found = run_spec(spec, arguments | plan, implementation)
+    _, of_bound = spec.errors(arguments, spec.results(arguments, found))
+    assert of_bound <= 1

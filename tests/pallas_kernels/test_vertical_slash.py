@@ -18,6 +18,7 @@ from pallas_kernels.block_sparse_attention import (
 from pallas_kernels.block_sparse_attention.vertical_slash import LAST_QUERIES
 from pallas_kernels.paged_attention import paged_prefill_attention
 from pallas_kernels.quantization import KVFormat, QuantizedPages
+from tests.pallas_kernels.dense_softmax import masked, paged
 
 P, K, G, D, M = 4, 2, 2, 8, 24
 # Histories and chunks, longer than the queries that are looked at and shorter; the last but one row
@@ -37,16 +38,12 @@ def drawn():
     counts, lengths = np.array(CHUNKS)[:, 1], np.sum(CHUNKS, axis=1)
     S, T = len(CHUNKS), int(counts.sum()) + 5
     tables = rng.permutation(S * K * M).reshape(S, K, M)
-    pools = np.full((2, S * K * M, P, D), np.nan, np.float32)
-    sequences = [rng.normal(size=(2, n, K, D)) for n in lengths]
-    for s, sequence in enumerate(sequences):
+    sequences = [rng.normal(size=(2, n, K, D)).astype(np.float32) for n in lengths]
+    for sequence in sequences:
         sequence[0, 5::37] *= 3
-        for position, (keys, values) in enumerate(zip(*sequence)):
-            pages = tables[s, :, position // P]
-            pools[:, pages, position % P] = keys, values
     starts = np.append(0, np.cumsum(counts))
     q = rng.normal(size=(T, K * G, D)).astype(np.float32)
-    return q, sequences, pools, tables, starts, lengths
+    return q, sequences, paged(sequences, tables, P), tables, starts, lengths
 
 
 def probabilities(q_nxHxD, keys_nxKxD, first: int) -> np.ndarray:
@@ -152,16 +149,13 @@ def test_attention_is_that_of_a_mask_made_of_the_tables(implementation):
     )
     for i, (row, block) in enumerate(zip(tiles.rows, tiles.blocks)):
         length = min(block + 1, 4) if SPARSE[row] else block + 1
-        for t in range(tiles.starts[i], tiles.starts[i + 1]):
-            position = int(lengths[row]) - (starts[row + 1] - t)
-            keys, values = sequences[row]
-            at = np.arange(len(keys))
-            for h in range(K * G):
-                seen = np.isin(at // P, blocks[i, h // G, :length]) & (at <= position)
-                scores = keys[:, h // G] @ q[t, h] * D**-0.5
-                weights = np.where(seen, np.exp(scores), 0)
-                expected = weights / weights.sum() @ values[:, h // G]
-                np.testing.assert_allclose(out[t, h], expected, atol=1e-5)
+        rows = np.arange(tiles.starts[i], tiles.starts[i + 1])
+        position = int(lengths[row]) - (starts[row + 1] - rows)[:, None]
+        at = np.arange(lengths[row])
+        listed = np.stack([np.isin(at // P, of_head[:length]) for of_head in blocks[i]])
+        keys, values = sequences[row]
+        expected = masked(q[rows], keys, values, listed[:, None] & (at <= position))
+        np.testing.assert_allclose(out[rows], expected, atol=1e-5)
 
 
 def test_with_all_pages_it_is_dense_attention():

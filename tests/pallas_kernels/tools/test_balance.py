@@ -2,8 +2,9 @@
 
 import pytest
 
+from pallas_kernels.ops import OPS
 from pallas_kernels.tools.balance import balance
-from pallas_kernels.tools.schedules import balance_of
+from pallas_kernels.tools.targets import TARGETS
 
 # Row 0 has 5 tiles, in two items of two thread blocks; row 1 has 1; row 2 has none.
 TILES = [5, 1, 0]
@@ -47,16 +48,14 @@ def test_tiles_that_are_read_twice_or_not_at_all_are_refused(items, message):
     ("op", "spec", "most_partials"),
     [
         ("paged_attention", "llama-3-8b", 0.02),
-        ("paged_attention", "llama-3-8b-256x512", 0.0),
         ("paged_attention", "llama-3-8b-one-128k", 0.02),
-        ("paged_attention", "llama-3-8b-1x4k", 1.0),  # a tile for each thread block
         pytest.param("prompt_attention", "llama-3-8b", 0.02, marks=pytest.mark.slow),
         pytest.param("prompt_attention", "llama-3-8b-ragged", 0.02, marks=pytest.mark.slow),
         ("prompt_attention", "llama-3-8b-last-rows", 0.02),
     ],
 )
 def test_thread_blocks_end_together(op, spec, most_partials):
-    found = balance_of(op, spec, "h200")
+    found = OPS[op].balance(spec, TARGETS["h200"].gpu)
     assert found is not None
     assert found.idle <= 0.05
     assert found.longest <= 1.2

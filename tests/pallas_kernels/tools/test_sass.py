@@ -88,6 +88,12 @@ def test_code_without_loops_over_tiles_has_none():
     assert sass.loops(_listing("MOV R0, R1", "HGMMA.64x8x16.F32.BF16 R24", "EXIT")) == (None, None)
 
 
+def test_a_region_with_two_entries_is_no_loop():
+    """As ptxas writes for an A100."""
+    region = ".L_x_0:", "HMMA.16816.F32", ".L_x_1:", "LDGSTS.E [R1]", "@P1 BRA `(.L_x_0)", "EXIT"
+    assert sass.loops(_listing("@P0 BRA `(.L_x_1)", *region)) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("opcode", "flops"),
     [
