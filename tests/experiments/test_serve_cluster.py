@@ -20,12 +20,8 @@ from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
-<<<<<<< HEAD
 from tests.experiments.conftest import interrupted
-from tests.paged.cluster.toy_runner import ToyRunner
-=======
 from tests.paged.cluster.test_cluster import SteppedRunner
->>>>>>> h-rooms
 from tests.paged.tiny import TINY
 
 ROOT = Path(__file__).parents[2]

@@ -344,8 +344,8 @@ def test_inputs_hash_covers_configurations_files_named_in_code_and_flags_but_not
     texts = {
         "a.py": code, "b.py": 'HERE = "data/times.csv"\n', "configs/x/config.json": "{}",
         "models/bundled/weights": "1", "models/judge/weights": "1", "data/times.csv": "1",
-        "data/tool.py": "A = 1", "data/unused.csv": "1", "results/other/summary.json": "1", "a/prompts.jsonl": "1",
-        "experiments/results/a/summary.json": "1", "cache/program": "1",
+        "data/tool.py": "A = 1", "data/unused.csv": "1", "results/other/summary.json": "1",
+        "a/prompts.jsonl": "1", "experiments/results/a/summary.json": "1", "cache/program": "1",
     }  # fmt: skip
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
