@@ -117,7 +117,7 @@ def policy_figures(engine: Engine, report: Mapping[str, Any] | None) -> dict[str
     """Figures of the running sequences by name: the policy's own gauges, and two further figures.
 
     context_tokens: tokens computed so far.
-    dense_kv_bytes: bytes that the dense policy would hold for these tokens.
+    dense_kv_bytes: bytes that the vllm policy would hold for these tokens.
 
     report: the last report of the policy's device half.
     """

@@ -17,8 +17,8 @@ from experiments.lib import run_record
 from experiments.lib.shipped import ROOT
 from models.checkpoint import load_config
 from paged.config import EngineConfig
-from paged.kv_cache.dense import device
 from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.vllm import device
 
 RESULTS = ROOT / report.RESULTS
 PAGES = [

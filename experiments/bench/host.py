@@ -35,8 +35,8 @@ from paged.blocks.prefix_cache import chain, root_key
 from paged.clock import VirtualClock
 from paged.device.step import StepOutputs
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.moves import Moves
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.step_inputs import StepInputs
 from paged.validation import check_model
@@ -149,7 +149,7 @@ def make_case(mode: str, pool: int, load: Load) -> Case:
 
 def fill_with_prefixes(engine: Engine) -> None:
     """Publish an old prefix in every free block. No later request shares it."""
-    policy, page_size = DenseHost.of(engine.host_policy), engine.config.page_size
+    policy, page_size = VLLMHost.of(engine.host_policy), engine.config.page_size
     assert policy.prefixes is not None
     pool, cache = policy.pool, policy.prefixes.cache
     blocks = pool.allocate(pool.num_free)

@@ -9,8 +9,8 @@ import numpy as np
 
 from paged.engine import Engine
 from paged.kv_cache import policy_of
-from paged.kv_cache.dense.layout import DenseLayout
 from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.vllm.layout import VLLMLayout
 from paged.kv_cache.work import Heads, Layout
 
 DENSE_ITEMSIZE = 2  # bytes of a 16-bit number
@@ -19,7 +19,7 @@ READS = ("decode", "selection")  # parts of `Layout.work`
 
 @dataclass(frozen=True)
 class Held:
-    """Means over the steps of a sequence. Baseline: the dense policy in 16 bits at the same page
+    """Means over the steps of a sequence. Baseline: the vllm policy in 16 bits at the same page
     size.
 
     fraction: bytes of the sequence's pages, empty slots included, over the baseline's.
@@ -47,7 +47,7 @@ def of_sequences(engine: Engine) -> list[Held]:
     if declared is None or not hasattr(layout := declared(config, sharded), "stored"):
         return []
     windows = sharded.shard.attention.windows
-    dense = DenseLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
+    dense = VLLMLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
     dense_page = P * sharded.kv_token_bytes("float16")
     owners: dict[int, int] = {}  # slot -> index of the sequence
     rows: dict[int, tuple] = {}  # step -> owners, slots, lengths at its end, whether decoding

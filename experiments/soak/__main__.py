@@ -58,7 +58,7 @@ from experiments.soak.operations import OPERATIONS
 from experiments.soak.users import Users, make_users
 from models import checkpoint
 from paged.config import EngineConfig
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 
 SAMPLE_EVERY = 50  # steps between samples
 HUNG_S = 600.0  # longest time between two samples; then the program dumps its stacks and exits
@@ -121,7 +121,7 @@ def sample(users: Users, step: int, minutes: float, at_rest: bool = False) -> Sa
     policy, scheduler = users.engine.host_policy, users.engine.scheduler
     held = {name: len(units) for name, units in policy.used_units().items()}
     swapped = sum(count for name, count in held.items() if name.startswith("host "))
-    cache = policy.pool.cache if isinstance(policy, DenseHost) else None
+    cache = policy.pool.cache if isinstance(policy, VLLMHost) else None
     return Sample(
         step, minutes, rss_mib(), len(jax.live_arrays()), len(scheduler.running),
         len(scheduler.waiting), sum(held.values()) - swapped, len(cache.idle) if cache else 0,

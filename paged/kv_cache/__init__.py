@@ -2,11 +2,11 @@
 
 import importlib
 
-from paged.kv_cache import dense, diffkv, lserve, orca
+from paged.kv_cache import diffkv, lserve, orca, vllm
 from paged.kv_cache.policy import Policy
 
 POLICIES: dict[str, Policy] = {
-    "vllm": dense.VLLM,
+    "vllm": vllm.VLLM,
     "lserve": lserve.LSERVE,
     "diffkv": diffkv.DIFFKV,
     "orca_max": orca.ORCA_MAX,

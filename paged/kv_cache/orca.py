@@ -17,7 +17,7 @@ exact for requests that ignore the end-of-sequence token and have no stops, as i
 For other requests it is an upper bound. Tokens that such a request never generates are counted as
 reserved until it ends.
 
-The device half is the dense policy's. A row of the block table has the blocks of a run in order.
+The device half is the vllm policy's. A row of the block table has the blocks of a run in order.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ import numpy as np
 from models.config import ModelConfig
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.buddy_allocator import BuddyAllocator
-from paged.kv_cache import dense
-from paged.kv_cache.dense.host import BLOCKS, dense_pool
+from paged.kv_cache import vllm
 from paged.kv_cache.host import HostPolicy, owners_of
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
+from paged.kv_cache.vllm.host import BLOCKS, vllm_pool
 
 # (prompt tokens, limit, max_model_len) -> tokens to reserve, at least limit, at most max_model_len
 Reserve = Callable[[int, int, int], int]
@@ -46,7 +46,7 @@ class ReservingHost(HostPolicy):
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel, reserve: Reserve):
-        self.pools, self.moves = (dense_pool(config, model, 1),), Moves()
+        self.pools, self.moves = (vllm_pool(config, model, 1),), Moves()
         self.buddies = BuddyAllocator(config.num_blocks - 1)
         self._page_size, self._max_model_len = config.page_size, config.max_model_len
         self._reserve = reserve
@@ -175,7 +175,7 @@ def _check(config: CacheConfig, model: ModelConfig | None) -> None:
             f"but kv_cache_tokens ({config.kv_cache_tokens}) allows runs of {buddies.largest_run} "
             f"blocks of {config.page_size} tokens at most"
         )
-    dense.check(config, model)
+    vllm.check(config, model)
 
 
 def _policy(reserve: Reserve, static_batching: bool = False) -> Policy:
@@ -183,7 +183,7 @@ def _policy(reserve: Reserve, static_batching: bool = False) -> Policy:
         chunked_prefill=True, recompute=True, recompute_exact=True, static_batching=static_batching
     )
     host = partial(ReservingHost, reserve=reserve)
-    return Policy(lambda config: can, host, dense.device, _check, layout=dense.layout_of)
+    return Policy(lambda config: can, host, vllm.device, _check, layout=vllm.layout_of)
 
 
 ORCA_MAX = _policy(lambda prompt, limit, longest: longest)

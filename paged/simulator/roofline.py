@@ -22,7 +22,7 @@ from models import lora
 from models.config import ModelConfig
 from models.families import family
 from models.params import flatten
-from paged.kv_cache.dense.layout import DenseLayout
+from paged.kv_cache.vllm.layout import VLLMLayout
 from paged.kv_cache.work import Heads, Layout, kv_bytes_of_token
 from pallas_kernels.specs import Cost
 
@@ -38,7 +38,7 @@ def step_cost(
     contexts: tokens of each sequence in the cache after the step.
     new_tokens: tokens of each sequence that the step computes; by default 1, a decode step.
     dtype: dtype of weights and KV cache.
-    layout: the KV policy's layout; by default the dense policy's.
+    layout: the KV policy's layout; by default the vllm policy's.
 
     FLOPs include matrix products and attention, but no norms, activations, rotations and softmax.
     Bytes include each used weight once, and attention's traffic by `layout.work`: keys and values
@@ -66,8 +66,8 @@ def step_cost(
     )
 
 
-def _dense(model: ModelConfig, dtype) -> DenseLayout:
-    return DenseLayout(Heads.of(model, dtype), jnp.dtype(dtype).itemsize, model.attention.windows)
+def _dense(model: ModelConfig, dtype) -> VLLMLayout:
+    return VLLMLayout(Heads.of(model, dtype), jnp.dtype(dtype).itemsize, model.attention.windows)
 
 
 def _attention(

@@ -10,7 +10,7 @@ import pytest
 from experiments.lib.event_log import read_log, write_log
 from models import load_tokenizer
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 from tests.paged.tiny import TINY, drained, simulated
@@ -94,7 +94,7 @@ def test_a_bad_salt_of_a_prefix_leaves_the_pinned_ones(salt):
     engine.pin_prefix([3] * 20)
     with pytest.raises(ValueError, match="cache_salt must be a text, not"):
         engine.pin_prefix([9] * 5, salt)
-    assert DenseHost.of(engine.host_policy).pool.num_used == 5
+    assert VLLMHost.of(engine.host_policy).pool.num_used == 5
 
 
 def test_options_of_a_request_may_be_numpys(tmp_path):

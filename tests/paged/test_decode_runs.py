@@ -18,7 +18,7 @@ from paged.simulator.executor import LinearCost, SimulatedExecutor
 from paged.simulator.step_cost import StepCost
 from tests.paged.tiny import TINY
 
-TOVA = "tests.paged.kv_cache.tova:TOVA"  # of the dense policy's host half, and grows otherwise
+TOVA = "tests.paged.kv_cache.tova:TOVA"  # of the vllm policy's host half, and grows otherwise
 OPTIONS = {
     TOVA: {"budget": 20},
     "lserve": {"budget": 24, "sink": 8, "local": 8, "logical_page": 4,

@@ -7,7 +7,7 @@ import pytest
 
 from models.sampling import INVALID_TOKEN
 from paged import Engine, SamplingParams
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from tests.paged.tiny import SMALL, TINY, padded
 
 
@@ -99,7 +99,7 @@ def test_forked_blocks_are_copied_on_the_device(tiny_params):
     for _ in range(2):
         engine.step()
     parent, child = int(engine.scheduler.running_slots()[0]), 3
-    tables = DenseHost.of(engine.host_policy).block_tables
+    tables = VLLMHost.of(engine.host_policy).block_tables
     assert tables.num_tokens[parent] % engine.config.page_size > 0
     engine.host_policy.fork(parent, child)
     engine.host_policy.append(np.array([child]), tables.num_tokens[[child]] + 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
@@ -45,7 +45,7 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate, failing):
         engine.add_known_adapter(adapter)
     if config.prefix_caching and config.kv_cache_tokens == 1000:
         engine.pin_prefix(SHARED[0])
-    pinned = DenseHost.of(engine.host_policy).pool.refcounts.copy()
+    pinned = VLLMHost.of(engine.host_policy).pool.refcounts.copy()
     todo = deque(sorted(enumerate(calls), key=lambda item: item[1].arrival))
     requests: dict[str, tuple[list[int], SamplingParams, Adapter | None]] = {}
     ended: dict[str, RequestOutput] = {}
@@ -86,18 +86,18 @@ def test_every_request_gets_exactly_its_tokens(case, eos_rate, failing):
             store.check()
             pinned_by = {g.adapter for g in engine.scheduler.running if g.adapter}
             assert {a for a, resident in store.residents.items() if resident.pins} == pinned_by
-        tables = DenseHost.of(engine.host_policy).block_tables
-        refcounts = DenseHost.of(engine.host_policy).pool.refcounts
+        tables = VLLMHost.of(engine.host_policy).block_tables
+        refcounts = VLLMHost.of(engine.host_policy).pool.refcounts
         held = tables.blocks[tables.blocks != NULL_BLOCK]
         owners = np.bincount(held, minlength=config.num_blocks) + pinned
         assert (refcounts == owners).all()
-        assert DenseHost.of(engine.host_policy).pool.num_used == (refcounts > 0).sum()
+        assert VLLMHost.of(engine.host_policy).pool.num_used == (refcounts > 0).sum()
         if not todo and not engine.has_unfinished():
             break
     assert not engine.has_unfinished()
     assert ended.keys() | aborted.keys() == requests.keys()
-    assert DenseHost.of(engine.host_policy).pool.num_used == (pinned > 0).sum()
-    assert DenseHost.of(engine.host_policy).host_pool.num_used == 0
+    assert VLLMHost.of(engine.host_policy).pool.num_used == (pinned > 0).sum()
+    assert VLLMHost.of(engine.host_policy).host_pool.num_used == 0
     assert engine.scheduler.slots.num_free == config.max_num_seqs
     failed = {e["adapter"] for e in engine.events if e["event"] == "loaded" and e["error"]}
     for name, (prompt, how, asked) in requests.items():

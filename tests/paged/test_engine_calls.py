@@ -14,7 +14,7 @@ import pytest
 from experiments.soak.checks import holdings
 from paged import Engine, EngineConfig, SamplingParams
 from paged.device import compilations
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sequence import RequestOutput
 from paged.step_inputs import empty_step_inputs
 from tests.paged.hashing_executor import HashingExecutor, generate
@@ -181,7 +181,7 @@ def test_a_stream_that_is_closed_or_dropped_is_aborted(started):
     engine.step()
     assert [r.finish_reason for r in engine.metrics.requests] == ["abort", "abort"]
     assert drained(engine) == []
-    assert DenseHost.of(engine.host_policy).pool.num_used == 0
+    assert VLLMHost.of(engine.host_policy).pool.num_used == 0
 
 
 def test_a_stream_dropped_in_the_middle_of_a_step_does_not_disturb_it(monkeypatch):
@@ -287,7 +287,7 @@ def test_a_tokenizer_that_fails_loses_no_request(way, error, failures):
     assert {o.finish_reason for o in outputs} <= {"error", "abort"}
     assert any(o.text for o in outputs) != (failures == 1000)
     tokenizer.failures = 0
-    assert DenseHost.of(engine.host_policy).pool.num_used == 0
+    assert VLLMHost.of(engine.host_policy).pool.num_used == 0
     assert engine.generate(["ab"], HOW)[0].tokens == _expected(tokenizer.encode("ab"))
 
 

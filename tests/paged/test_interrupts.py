@@ -10,7 +10,7 @@ import pytest
 from experiments.lib.event_log import EventLog
 from experiments.lib.run_record import plain
 from paged.engine import Engine, EngineConfig, OutputStream
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
@@ -180,7 +180,7 @@ class User:
     def _check_that_nothing_is_held(self) -> None:
         engine = self.engine
         slots, events = engine.scheduler.slots, engine.events
-        policy = DenseHost.of(engine.host_policy)
+        policy = VLLMHost.of(engine.host_policy)
         kinds = [e["event"] for e in events if e["event"] in ("pin", "failure")]
         pinned = kinds[-1:] == ["pin"]
         assert policy.pool.num_used == (20 // engine.config.page_size if pinned else 0)

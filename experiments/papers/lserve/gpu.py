@@ -160,7 +160,7 @@ def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
         row = tuple(float(head < dense) for head in range(model.num_kv_heads))
         options |= {"gates": (row,) * model.num_layers, "streaming_share": 0.5}
     longest, P = LONGEST + 64, system.page_size
-    # A tenth more memory than the dense policy needs, for the statistics of dense heads.
+    # A tenth more memory than the vllm policy needs, for the statistics of dense heads.
     slots = (-(-longest // P) + 2) * P * 11 // 10
     config = EngineConfig(
         policy="lserve", policy_options=options, max_num_seqs=1, max_num_batched_tokens=1024,

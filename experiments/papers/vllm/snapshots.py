@@ -11,7 +11,7 @@ from tqdm import tqdm
 from models import checkpoint
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
 
@@ -75,8 +75,8 @@ def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index
 
 
 def take(engine: Engine, step: int, happened: list[str]) -> Snapshot:
-    """A snapshot of the current cache of an engine with the dense policy."""
-    policy, scheduler = DenseHost.of(engine.host_policy), engine.scheduler
+    """A snapshot of the current cache of an engine with the vllm policy."""
+    policy, scheduler = VLLMHost.of(engine.host_policy), engine.scheduler
     tables = policy.block_tables
     device: dict[int, list[Owner]] = {}
     host: dict[int, list[Owner]] = {}

@@ -7,7 +7,6 @@ configs/quest.flags.
 import numpy as np
 
 from models.config import ModelConfig
-from paged.kv_cache.dense import check_places
 from paged.kv_cache.lserve.device import LServePolicy
 from paged.kv_cache.lserve.gates import dense_first
 from paged.kv_cache.lserve.host import LServeHost
@@ -20,6 +19,7 @@ from paged.kv_cache.lserve.layout import (
 from paged.kv_cache.lserve.options import Options, check_options
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
+from paged.kv_cache.vllm import check_places
 
 __all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
 

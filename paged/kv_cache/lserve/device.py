@@ -54,7 +54,7 @@ from pallas_kernels.quantization import QuantizedPages
 @dataclass(frozen=True)
 class LServePolicy(BlockDevice):
     """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
-    attention, kv_dtype, implementation: see `DensePolicy`.
+    attention, kv_dtype, implementation: see `VLLMPolicy`.
     shared: groups of shards with the same KV head.
     select_together: groups of shards that select the same pages.
     """

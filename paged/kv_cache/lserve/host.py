@@ -1,6 +1,6 @@
 """Host half of LServe's policy: the two-way paged KV cache (§3.2), a pool for each kind of head.
 
-The dense policy's host half manages the dense pool; a block is a page in each dense head. The
+The vllm policy's host half manages the dense pool; a block is a page in each dense head. The
 streaming pool holds windows. Sequences also have slot state on the device: their selected pages.
 """
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged.kv_cache.dense.host import DenseHost, block_pool
-from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.host import HostPolicy
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
 from paged.kv_cache.lserve.streaming_heads import StreamingHost
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
+from paged.kv_cache.vllm.host import VLLMHost, block_pool
+from paged.kv_cache.vllm.prefix import Prefixes
 from paged.requests.sequence import Sequence
 
 
@@ -57,7 +57,7 @@ class LServeHost(HostPolicy):
         self.streaming = None
         if self.layout.streams:
             self.streaming = StreamingHost(self.pools[1], self.layout)
-        self.dense = DenseHost(self.pools[0], config, self._can_resume)
+        self.dense = VLLMHost(self.pools[0], config, self._can_resume)
         self.parts = [part for part in (self.dense, self.streaming) if part is not None]
         self._can = config.capabilities
         self._prompt_length = np.zeros(config.max_num_seqs, np.int32)

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.bench import host as bench
 from experiments.bench.host import MODES, HostFlags, Load
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 
 LOAD = Load(num_seqs=64, steps=10, page_size=16, max_model_len=128)
 POOLS = [LOAD.smallest_pool, 200_000]
@@ -61,7 +61,7 @@ def test_work_counts_what_depends_on_the_pool():
 @pytest.mark.parametrize("mode", MODES)
 def test_cases_are_what_their_names_say(mode):
     case = bench.make_case(mode, POOLS[0], LOAD)
-    pool = DenseHost.of(case.engine.host_policy).pool
+    pool = VLLMHost.of(case.engine.host_policy).pool
     assert pool.num_blocks == POOLS[0]
     assert (pool.cache is not None) == (mode in ("prefix_caching", "full_cache"))
     if pool.cache:

@@ -23,7 +23,7 @@ from experiments.soak.users import SAMPLING, Users, reference_config
 from models import llama
 from models import params as parameters
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from tests.experiments.conftest import TINY
 from tests.paged.hashing_executor import HashingExecutor, TwinLoads
@@ -227,12 +227,12 @@ def test_an_engine_with_a_fault_is_found_out(tokenizer, engine_class, kind, drai
 
 
 def take_a_block(users: Users, rng) -> None:
-    if DenseHost.of(users.engine.host_policy).pool.can_allocate(1):
-        DenseHost.of(users.engine.host_policy).pool.allocate(1)
+    if VLLMHost.of(users.engine.host_policy).pool.can_allocate(1):
+        VLLMHost.of(users.engine.host_policy).pool.allocate(1)
 
 
 def give_a_block_back_twice(users: Users, rng) -> None:
-    pool = DenseHost.of(users.engine.host_policy).pool
+    pool = VLLMHost.of(users.engine.host_policy).pool
     # One that others still hold: of any other the engine's own assertions may tell first.
     if pool.refcounts.max() > 1:
         pool.release(np.array([pool.refcounts.argmax()], np.int32))
@@ -248,7 +248,7 @@ def write_over_a_page(users: Users, rng) -> None:
 
 
 def take_a_host_block(users: Users, rng) -> None:
-    DenseHost.of(users.engine.host_policy).host_pool.allocate(1)
+    VLLMHost.of(users.engine.host_policy).host_pool.allocate(1)
 
 
 def write_over_what_is_swapped(users: Users, rng) -> None:

@@ -19,7 +19,7 @@ from paged.device.executor import DeviceExecutor
 from paged.device.mover import _Landing
 from paged.device.step import step
 from paged.engine import Engine
-from paged.kv_cache import dense
+from paged.kv_cache import vllm
 from paged.kv_cache.policy import ShardedModel
 from paged.step_inputs import empty_step_inputs
 from tests.paged.tiny import TINY
@@ -29,7 +29,7 @@ from tests.paged.tiny import TINY
 def test_a_step_updates_the_donated_cache_in_place(tiny_params, Tp, Sd, multi_step):
     """Both pools are aliased from input to output, and no temporary comes near a pool's size."""
     config = EngineConfig(kv_cache_tokens=65536, page_size=16)
-    policy = dense.device(config, ShardedModel.split(TINY))
+    policy = vllm.device(config, ShardedModel.split(TINY))
     cache = jax.eval_shape(lambda: policy.init(np.float32))
     state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
     inputs = replace(empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=16), packed=None)

@@ -21,7 +21,7 @@ from models.params import Param
 from paged import kv_cache
 from paged.device import executor, step
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import VLLM
+from paged.kv_cache.vllm import VLLM
 from paged.requests.sampling_params import SamplingParams
 from paged.tensor_parallel import REPLICATED, Shards
 from tests.paged.devices import collectives, printed_with_devices

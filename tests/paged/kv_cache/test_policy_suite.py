@@ -17,8 +17,8 @@ from experiments.diff_events import first_difference
 from experiments.lib.event_log import read_log, write_log
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
-from paged.kv_cache.dense import DenseHost
 from paged.kv_cache.policy import ShardedModel
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceOutput
 from paged.simulator.executor import SimulatedExecutor
@@ -241,7 +241,7 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
 def test_where_there_is_no_room_to_swap_to_a_policy_recomputes(bench):
     case = CASES[0]
     engine = bench.engine(case, preemption_mode="swap")
-    full = DenseHost.of(engine.host_policy).host_pool
+    full = VLLMHost.of(engine.host_policy).host_pool
     blocks = full.allocate(full.num_free)
     asked, ended = add(engine, CROWD), dict[str, list[list[int]]]()
     while engine.has_unfinished():

@@ -9,7 +9,7 @@ import pytest
 
 from models.config import ModelConfig
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.simulator.executor import SimulatedExecutor
@@ -74,7 +74,7 @@ def test_beams_are_those_of_transformers(checkpoint, preemption_mode):
         np.testing.assert_allclose(scores, case.scores, rtol=1e-6, atol=1e-4)
         preemptions += engine.metrics.requests[-1].preemptions if not alone else 0
         swaps += sum(step.swapped_in for step in engine.metrics.steps)
-        assert DenseHost.of(engine.host_policy).pool.num_used == 0
+        assert VLLMHost.of(engine.host_policy).pool.num_used == 0
     if preemption_mode != "none":
         assert preemptions > 0
         assert (swaps > 0) == (preemption_mode == "swap")

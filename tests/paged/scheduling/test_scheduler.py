@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache.dense import DenseHost
+from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 from tests.paged.tiny import TINY, drained, simulated
@@ -61,8 +61,8 @@ def test_every_request_ends_once_with_its_tokens(
         for output in engine.step():
             assert output.request_id not in ended
             ended[output.request_id] = len(output.tokens)
-        pool = DenseHost.of(engine.host_policy).pool
-        room = DenseHost.of(engine.host_policy).block_tables.num_blocks
+        pool = VLLMHost.of(engine.host_policy).pool
+        room = VLLMHost.of(engine.host_policy).block_tables.num_blocks
         assert room.sum() == pool.num_used
         assert not room[~engine.scheduler.slots.active].any()
         engine.scheduler.slots.check()

@@ -177,7 +177,7 @@ def test_decodes_at_once_are_decodes_one_by_one(policy):
 
 def test_a_policy_is_simulated_by_its_modules_name_too():
     contexts, none = np.full((1, 4), 1000), np.full(4, -1)
-    named = declared(policy="paged.kv_cache.dense:VLLM").decodes_s(contexts, none)
+    named = declared(policy="paged.kv_cache.vllm:VLLM").decodes_s(contexts, none)
     assert named.tolist() == declared(policy="vllm").decodes_s(contexts, none).tolist()
 
 

@@ -107,7 +107,7 @@ def test_what_is_kept_and_attended_to_is_the_oracles(rules, formats, alpha, opti
                 q, k, v = q.reshape(n, K, G, D)[:, head], k[:, head], v[:, head]
                 stores = [stored(name, outliers) for name in formats]
                 streams = (4, 7) if gates and gates[layer][head] < 0.5 else None
-                oracle = Head(alpha, 5, stores, *rules, budget, streams)
+                oracle = Head(alpha, 5, stores, rules[0], rules[1], budget, streams)
                 outs = [oracle.take_prompt(q[:prompt], k[:prompt], v[:prompt])]
                 for i in range(prompt, n):
                     outs.append(oracle.take_token(i, q[i], k[i], v[i])[None])

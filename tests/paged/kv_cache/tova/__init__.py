@@ -11,7 +11,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from paged.blocks.block_table import BlockTables
-from paged.kv_cache import dense
+from paged.kv_cache import vllm
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
 
@@ -32,8 +32,8 @@ class Options:
             raise ValueError(f"budget must be at least 1, not {self.budget}")
 
 
-class TovaHost(dense.DenseHost):
-    """The dense policy's host half, in which no sequence has more blocks than the budget fills."""
+class TovaHost(vllm.VLLMHost):
+    """The vllm policy's host half, in which no sequence has more blocks than the budget fills."""
 
     def __init__(self, pool, config: CacheConfig):
         super().__init__(pool, config)
@@ -67,13 +67,13 @@ class TovaHost(dense.DenseHost):
 
 
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
-    dense.VLLM.check(config, model)
+    vllm.VLLM.check(config, model)
     if model and not model.plain_attention:
         raise ValueError("TOVA serves no models with windows, soft caps or a scale of their own")
 
 
 def device(config: CacheConfig, model: ShardedModel, implementation: str | None = None):
-    same = dense.device(config, model, implementation)
+    same = vllm.device(config, model, implementation)
     budget, shared = config.policy_options.budget, SharedHeads.of(model)
     return TovaDevice(**vars(same), budget=budget, shared=shared)
 

@@ -1,4 +1,4 @@
-"""Device half: the pools of the dense policy, in which each KV head overwrites places.
+"""Device half: the pools of the vllm policy, in which each KV head overwrites places.
 
 Place p of a head holds token p until the budget is reached. TOVA averages attention over all heads
 of a layer and cuts a long prompt token by token; here each KV head decides by the largest weight
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from paged.kv_cache.dense import DenseCache, DensePolicy
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
+from paged.kv_cache.vllm import VLLMCache, VLLMPolicy
 from paged.step_inputs import StepInputs
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
@@ -19,16 +19,16 @@ from pallas_kernels.prompt_attention import prompt_attention
 
 
 @dataclass(frozen=True)
-class TovaDevice(DensePolicy):
+class TovaDevice(VLLMPolicy):
     budget: int = 1024
     shared: SharedHeads = ALONE
 
-    def begin_step(self, cache: DenseCache, inputs: StepInputs):
+    def begin_step(self, cache: VLLMCache, inputs: StepInputs):
         """The plan: [S, K, M] pages of layer 0."""
         heads = jnp.arange(self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
         return cache, inputs.tables[:, None, :] + heads[:, None]
 
-    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DenseCache, plan, inputs: StepInputs):
+    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: VLLMCache, plan, inputs: StepInputs):
         N, P, _ = cache.k_pages.shape
         T, K, _ = k_TxKxD.shape
         Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
@@ -57,9 +57,9 @@ class TovaDevice(DensePolicy):
         nowhere = N * P + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
         slots = jnp.where(written, page * P + at % P, nowhere)
         pages = write_kv(cache.k_pages, cache.v_pages, k, v, slots)
-        return jnp.concatenate(outs).astype(q_TxHxD.dtype), DenseCache(*pages)
+        return jnp.concatenate(outs).astype(q_TxHxD.dtype), VLLMCache(*pages)
 
-    def _decode(self, q_SxHxD, k_SxKxD, v_SxKxD, tables_SxKxM, positions_S, cache: DenseCache):
+    def _decode(self, q_SxHxD, k_SxKxD, v_SxKxD, tables_SxKxM, positions_S, cache: VLLMCache):
         """(out [S, H, D], the place of each new token [S, K], `budget` where it is not kept)."""
         S, K, D = k_SxKxD.shape
         held_S = jnp.minimum(positions_S, self.budget)

@@ -1,4 +1,4 @@
-"""Work of attention over the dense policy's blocks: bytes and operations of a step."""
+"""Work of attention over the vllm policy's blocks: bytes and operations of a step."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from paged.kv_cache.work import NOTHING, Heads, Work, total, visible
 
 
 @dataclass(frozen=True)
-class DenseLayout:
+class VLLMLayout:
     """kv_itemsize: bytes of an element in the cache. windows: `Attention.windows`."""
 
     heads: Heads
@@ -39,8 +39,8 @@ class DenseLayout:
         return parts | {"writes": heads.writes(token, new_tokens.sum(-1))}
 
 
-def layout_of(config: CacheConfig, model: ShardedModel) -> DenseLayout:
-    return DenseLayout(
+def layout_of(config: CacheConfig, model: ShardedModel) -> VLLMLayout:
+    return VLLMLayout(
         Heads.of(model.shard, model.dtype),
         jnp.dtype(model.kv_dtype(config.kv_dtype)).itemsize,
         model.shard.attention.windows,

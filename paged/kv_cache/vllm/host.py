@@ -1,4 +1,4 @@
-"""Host half of the dense policy: a block pool with reference counts, and block tables."""
+"""Host half of the vllm policy: a block pool with reference counts, and block tables."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ import numpy as np
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.block_table import BlockTables, SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
-from paged.kv_cache.dense.prefix import Prefixes
 from paged.kv_cache.host import BlockHost, HostPolicy
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
+from paged.kv_cache.vllm.prefix import Prefixes
 from paged.requests.sequence import Sequence
 
 BLOCKS = "blocks"  # the name of the pool
@@ -27,13 +27,13 @@ def block_pool(
     return Pool(name, num_units, num_host_units, NULL_BLOCK, per_call, max_copies, unit_bytes)
 
 
-def dense_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> Pool:
+def vllm_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> Pool:
     """The pool whose blocks are pages in all heads."""
     unit_bytes = config.page_size * model.kv_token_bytes(config.kv_dtype)
     return block_pool(config, BLOCKS, config.num_blocks, num_host_units, unit_bytes)
 
 
-class DenseHost(BlockHost):
+class VLLMHost(BlockHost):
     """All layers and heads use the same block tables.
 
     A prompt is admitted if its blocks are free, plus a watermark of blocks so that running
@@ -61,14 +61,14 @@ class DenseHost(BlockHost):
         self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
 
     @classmethod
-    def declare(cls, config: CacheConfig, model: ShardedModel) -> "DenseHost":
+    def declare(cls, config: CacheConfig, model: ShardedModel) -> "VLLMHost":
         # The host's memory is as large as the device's (vLLM §4.5).
-        return cls(dense_pool(config, model, config.num_blocks), config)
+        return cls(vllm_pool(config, model, config.num_blocks), config)
 
     @staticmethod
-    def of(policy: HostPolicy) -> "DenseHost":
-        """The host half of an engine, which must run the dense policy."""
-        assert isinstance(policy, DenseHost), f"not the dense policy's: {type(policy).__name__}"
+    def of(policy: HostPolicy) -> "VLLMHost":
+        """The host half of an engine, which must run the vllm policy."""
+        assert isinstance(policy, VLLMHost), f"not the vllm policy's: {type(policy).__name__}"
         return policy
 
     def slot_tables(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The dense policy's dtype of keys and values."""
+"""The vllm policy's dtype of keys and values."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import pytest
 
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache import dense
+from paged.kv_cache import vllm
 from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY, padded
 
@@ -41,5 +41,5 @@ def test_a_shard_with_more_places_than_an_int32_names_is_refused():
     """Of two KV heads each of four shards has one: half of the places, not a quarter."""
     config = EngineConfig(kv_cache_tokens=1_500_000_000, page_size=1024, tensor_parallel=4)
     with pytest.raises(ValueError, match="2 layers and 1 KV heads exceed the places"):
-        dense.check(config, TINY)
-    dense.check(replace(config, kv_cache_tokens=1_000_000_000), TINY)
+        vllm.check(config, TINY)
+    vllm.check(replace(config, kv_cache_tokens=1_000_000_000), TINY)

@@ -1,20 +1,30 @@
-"""The dense policy (PagedAttention): a head reads all pages of its sequence."""
+"""The vllm policy (PagedAttention): a head reads all pages of its sequence."""
 
 from models.config import ModelConfig
-from paged.kv_cache.dense.device import (
-    DenseCache,
-    DensePlan,
-    DensePolicy,
+from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.vllm.device import (
     Reads,
+    VLLMCache,
+    VLLMPlan,
+    VLLMPolicy,
     blocks_by_page,
 )
-from paged.kv_cache.dense.host import BLOCKS, DenseHost
-from paged.kv_cache.dense.layout import layout_of
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.vllm.host import BLOCKS, VLLMHost
+from paged.kv_cache.vllm.layout import layout_of
 
 __all__ = [
-    "BLOCKS", "CAPABILITIES", "VLLM", "DenseCache", "DenseHost", "DensePlan", "DensePolicy",
-    "Reads", "blocks_by_page", "check_places", "device", "layout_of",
+    "BLOCKS",
+    "CAPABILITIES",
+    "VLLM",
+    "Reads",
+    "VLLMCache",
+    "VLLMHost",
+    "VLLMPlan",
+    "VLLMPolicy",
+    "blocks_by_page",
+    "check_places",
+    "device",
+    "layout_of",
 ]  # fmt: skip
 
 CAPABILITIES = Capabilities(
@@ -45,8 +55,8 @@ def check_places(config: CacheConfig, shard: ModelConfig, places: int) -> None:
 
 def device(
     config: CacheConfig, model: ShardedModel, implementation: str | None = None
-) -> DensePolicy:
-    return DensePolicy(
+) -> VLLMPolicy:
+    return VLLMPolicy(
         model.shard.num_layers,
         model.shard.num_heads,
         model.shard.num_kv_heads,
@@ -59,4 +69,4 @@ def device(
     )
 
 
-VLLM = Policy(lambda config: CAPABILITIES, DenseHost.declare, device, check, layout=layout_of)
+VLLM = Policy(lambda config: CAPABILITIES, VLLMHost.declare, device, check, layout=layout_of)

@@ -1,4 +1,4 @@
-"""Device half of the dense policy: pools of pages, one block table for all layers and heads.
+"""Device half of the vllm policy: pools of pages, one block table for all layers and heads.
 
 A block of the host half is one page in each layer and KV head. As in every policy, a page belongs
 to one KV head. Here the page table is a row of block ids plus an offset:
@@ -68,7 +68,7 @@ def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
 
 
 @flax.struct.dataclass
-class DenseCache:
+class VLLMCache:
     """k_pages, v_pages: [N, P, D] flat pools of all layers and heads, N = L * K * num_blocks."""
 
     k_pages: jax.Array
@@ -76,7 +76,7 @@ class DenseCache:
 
 
 @flax.struct.dataclass
-class DensePlan:
+class VLLMPlan:
     """Index arrays of layer 0, built once a step. Other layers add an offset.
 
     slot_mapping: [T, K] place of each token's key and value in the pools.
@@ -96,7 +96,7 @@ class DensePlan:
 
 
 @dataclass(frozen=True)
-class DensePolicy(BlockDevice):
+class VLLMPolicy(BlockDevice):
     """attention: the model's attention.
     kv_dtype: dtype of the pages; None for the compute dtype.
     implementation: implementation of the attention ops.
@@ -112,22 +112,22 @@ class DensePolicy(BlockDevice):
     kv_dtype: str | None = None
     implementation: str | None = None
 
-    def init(self, dtype=jnp.float32, shard=0) -> DenseCache:
+    def init(self, dtype=jnp.float32, shard=0) -> VLLMCache:
         pages = self.num_layers * self.num_kv_heads * self.num_blocks
         shape, dtype = (pages, self.page_size, self.head_dim), self.kv_dtype or dtype
-        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return VLLMCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def reads(self, inputs) -> Reads:
         """The blocks that queries read. Policies whose queries read fewer blocks override this."""
         return Reads(inputs.query_starts, inputs.tables, inputs.lengths)
 
-    def begin_step(self, cache: DenseCache, inputs):
+    def begin_step(self, cache: VLLMCache, inputs):
         head_offset = jnp.arange(self.num_kv_heads, dtype=jnp.int32) * self.num_blocks
         S, P = inputs.tables.shape[0], self.page_size
         row = jnp.minimum(inputs.token_rows, S - 1)
         page = inputs.tables[row, inputs.positions // P][:, None] + head_offset
         reads = self.reads(inputs)
-        plan = DensePlan(
+        plan = VLLMPlan(
             slot_mapping=page * P + (inputs.positions % P)[:, None],
             written=inputs.token_rows < S,
             query_starts=reads.query_starts,
@@ -158,7 +158,7 @@ class DensePolicy(BlockDevice):
             )
         return schedules
 
-    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DenseCache, plan: DensePlan, inputs):
+    def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: VLLMCache, plan: VLLMPlan, inputs):
         N, P, _ = cache.k_pages.shape
         dtype, compute_dtype = cache.k_pages.dtype, q_TxHxD.dtype
         q_TxHxD, k_TxKxD, v_TxKxD = (x.astype(dtype) for x in (q_TxHxD, k_TxKxD, v_TxKxD))
@@ -170,10 +170,10 @@ class DensePolicy(BlockDevice):
             return self._attend(window, q_TxHxD, k_pages, v_pages, page_offset, plan, inputs)
 
         out = by_window(self.attention, layer, attend)
-        return out.astype(compute_dtype), DenseCache(k_pages, v_pages)
+        return out.astype(compute_dtype), VLLMCache(k_pages, v_pages)
 
     def _attend(
-        self, window: int | None, q_TxHxD, k_pages, v_pages, page_offset, plan: DensePlan, inputs
+        self, window: int | None, q_TxHxD, k_pages, v_pages, page_offset, plan: VLLMPlan, inputs
     ):
         T, K = len(q_TxHxD), self.num_kv_heads
         Tp, Rp = inputs.num_prefill_tokens, len(plan.query_starts) - 1
@@ -198,7 +198,7 @@ class DensePolicy(BlockDevice):
             outs.append(out)
         return jnp.concatenate(outs)
 
-    def arrays(self, cache: DenseCache, pool: str) -> dict[str, jax.Array]:
+    def arrays(self, cache: VLLMCache, pool: str) -> dict[str, jax.Array]:
         return {"k_pages": cache.k_pages, "v_pages": cache.v_pages}
 
     def pages_of(self, pool: str, blocks) -> jax.Array:
