@@ -21,7 +21,7 @@ from typing import Any
 
 from experiments.composition import Cell, markdown
 from experiments.lib import address, run_record
-from experiments.lib.presets import IN_SHORT, PRESETS
+from experiments.lib.presets import IN_SHORT
 from experiments.lib.program import Program, extra, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.typed_flags import Flags, Output, flag
@@ -252,7 +252,7 @@ def matrix(results: Path, presets: Sequence[str] = ()) -> str:
     if report is None:
         return "No result yet; `python -m experiments.composition` makes it, in an hour."
     cells = [Cell(**row) for row in report["rows"]]
-    return markdown([each for each in cells if each.preset in (presets or PRESETS)], False)
+    return markdown([each for each in cells if not presets or each.preset in presets], False)
 
 
 def kernel_table(results: Path) -> str:

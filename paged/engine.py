@@ -435,7 +435,7 @@ class Engine:
         check_pin(tokens, cache_salt, self.config, self.host_policy)
         if count := len(self.requests.unfinished):
             raise ValueError(f"{count} requests are unfinished: pin prefixes before")
-        known = self.adapters.named(adapter)
+        length, known = len(tokens), self.adapters.named(adapter)
         group = self._new_group(
             tokens, PIN, "pin", cache_salt=cache_salt, mailbox=mailbox, adapter=known
         )
@@ -452,7 +452,7 @@ class Engine:
         if not pinned:
             reason = "its logits are not finite, or its adapter cannot be loaded"
             raise ValueError(f"the prefix cannot be pinned: {reason}")
-        return len(tokens)
+        return length
 
     # After an interruption
 

@@ -77,7 +77,7 @@ def compiled(target: str, op: str, spec: str, kernel: str) -> Compiled:
     """
     calls, loops = _tables(target)[:2]
     call = [row for row in calls if (row["op"], row["spec"]) == (op, spec)]
-    loop = [row for row in loops if (row["spec"], row["kernel"]) == (spec, kernel)]
+    loop = [r for r in loops if (r["spec"], r["kernel"]) == (spec, kernel) and r["us"] != "-"]
     if not call or not loop:
         raise KeyError(f"{newest(target).name} has no {op} {spec} {kernel}")
     launches, (reaches, of) = int(call[0]["launches"]), loop[0]["reaches"].split(" of ")

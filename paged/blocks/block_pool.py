@@ -1,10 +1,25 @@
 """Fixed-size physical blocks with reference counts (vLLM §4.2, §4.3)."""
 
+from collections import OrderedDict
+from typing import Protocol
+
 import numpy as np
 
-from paged.blocks.prefix_cache import PrefixCache
-
 NULL_BLOCK = 0  # Never allocated. The value of unused entries of block tables.
+
+
+class BlockCache(Protocol):
+    """Keeps blocks that their last owner has released. idle: the kept blocks without owners."""
+
+    idle: OrderedDict[int, None]
+
+    def __contains__(self, block: int) -> bool:
+        """Whether `block` is kept once its last owner releases it."""
+        ...
+
+    def evict(self) -> int:
+        """Forget an idle block and return it."""
+        ...
 
 
 class BlockPool:
@@ -17,7 +32,7 @@ class BlockPool:
     Raises ValueError for fewer than 2 blocks.
     """
 
-    def __init__(self, num_blocks: int, cache: PrefixCache | None = None):
+    def __init__(self, num_blocks: int, cache: BlockCache | None = None):
         if num_blocks < 2:
             raise ValueError(
                 f"a block pool needs at least 2 blocks (one is reserved), not {num_blocks}"

@@ -2,7 +2,7 @@
 
 Each manager has its own unit of memory:
 
-    dense.host              blocks with reference counts (vLLM)
+    vllm.host               blocks with reference counts (vLLM)
     lserve.streaming_heads  blocks of a sink and a window
     orca                    contiguous reservations
     diffkv.host             pages that the device allocates and reports
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paged.blocks.block_pool import NULL_BLOCK, BlockPool
+from paged.blocks.block_pool import NULL_BLOCK, BlockCache, BlockPool
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
@@ -220,7 +220,7 @@ class BlockHost(HostPolicy):
 
     pins: np.ndarray | int = 0
 
-    def __init__(self, pool: Pool, cache: Any = None):
+    def __init__(self, pool: Pool, cache: BlockCache | None = None):
         """cache: the argument of `BlockPool`."""
         self.pools, self._name = (pool,), pool.name
         self.pool = BlockPool(pool.num_units, cache)

@@ -82,7 +82,8 @@ class Moves:
 
     def facts(self) -> dict:
         """The entries of the event log: the fields that are not empty."""
-        return {name: value for name, value in vars(self).items() if value}
+        found = {name: value for name, value in vars(self).items() if value}
+        return {n: dict(v) if isinstance(v, dict) else v for n, v in found.items()}
 
 
 def count_units(moved: dict[str, Pairs]) -> int:

@@ -43,6 +43,11 @@ class Sequence:
         once these are computed.
     """
 
+    __slots__ = (
+        "block_keys", "computed", "cumulative_logprob", "finish_reason", "group", "logprobs",
+        "parent", "seed", "shared", "slot", "status", "text_stream", "tokens",
+    )  # fmt: skip
+
     def __init__(self, group: "SequenceGroup", tokens: np.ndarray, seed: int):
         self.group, self.seed = group, seed
         self.tokens = tokens

@@ -55,7 +55,7 @@ def step_cost(
     for i in np.flatnonzero((new < 1) | (new > context)):
         raise ValueError(f"{new[i]} new tokens in a context of {context[i]}")
     weights, tokens = _weights(model), int(new.sum())
-    attention = _attention(layout or _dense(model, dtype), model, context, new, dtype)
+    attention = _attention(layout or _vllm(model, dtype), model, context, new, dtype)
     itemsize, L = jnp.dtype(dtype).itemsize, model.num_layers
     return Cost(
         bytes=itemsize * (weights.numbers + tokens * weights.looked_up)
@@ -66,7 +66,7 @@ def step_cost(
     )
 
 
-def _dense(model: ModelConfig, dtype) -> VLLMLayout:
+def _vllm(model: ModelConfig, dtype) -> VLLMLayout:
     return VLLMLayout(Heads.of(model, dtype), jnp.dtype(dtype).itemsize, model.attention.windows)
 
 
@@ -139,7 +139,7 @@ def layer_bytes(
     E, F = model.hidden_size, model.intermediate_size
     HD, KD = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
     itemsize, context, new = jnp.dtype(dtype).itemsize, np.array(contexts), np.array(new_tokens)
-    whole = replace(_dense(model, dtype), windows=(None,))
+    whole = replace(_vllm(model, dtype), windows=(None,))
     layer = family(model).declare(model)["layers"][0].values()
     # Inputs and outputs of the products q/k/v, o, gate/up and down.
     activations = (E + HD + 2 * KD) + (HD + E) + (E + 2 * F) + (F + E)

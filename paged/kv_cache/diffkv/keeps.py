@@ -189,7 +189,7 @@ class StreamingHeads:
 
 @dataclass(frozen=True)
 class Keeps:
-    """`Keeper` for all heads.
+    """The methods of a `Keeper` for all heads. Their first argument: whether each head streams.
 
     rules: rules of heads that do not stream.
     streaming: rules of streaming heads; None if no head streams.

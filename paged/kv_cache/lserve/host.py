@@ -56,7 +56,7 @@ class LServeHost(HostPolicy):
         self.pools = pools_of(config, self.layout)
         self.streaming = None
         if self.layout.streams:
-            self.streaming = StreamingHost(self.pools[1], self.layout)
+            self.streaming = StreamingHost(self.pools[1], self.layout, config.prefix_caching)
         self.dense = VLLMHost(self.pools[0], config, self._can_resume)
         self.parts = [part for part in (self.dense, self.streaming) if part is not None]
         self._can = config.capabilities
@@ -109,7 +109,7 @@ class LServeHost(HostPolicy):
         if self._can.unshared_from:
             num_tokens = np.where(prompts < self._can.unshared_from, num_tokens, 0)
         self.dense.confirm(slots, num_tokens, tokens)
-        if self.streaming:
+        if self.streaming and self.streaming.checkpoints.ends:
             for slot in slots.tolist():
                 self.streaming.checkpoints.confirm(slot)
 

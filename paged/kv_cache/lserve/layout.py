@@ -94,7 +94,7 @@ class Layout:
         return sorted({count for layers in self.num_dense for count in layers})
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kind_of_layers(self) -> list[Kind]:
         """The `Kind` of each layer."""
         first, windows = self.dense_layers, enumerate(self.windows)
         return [(self.selects and i >= first and not window, window) for i, window in windows]

@@ -236,8 +236,8 @@ def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
 
 def case_of(layout: Layout, layer, num_dense_L):
     """The index of the traced `layer` in the cases of `_schedules`."""
-    kinds = list(dict.fromkeys(layout.kinds))
-    kind = jnp.array([kinds.index(of_layer) for of_layer in layout.kinds])[layer]
+    kinds = list(dict.fromkeys(layout.kind_of_layers))
+    kind = jnp.array([kinds.index(of_layer) for of_layer in layout.kind_of_layers])[layer]
     num_dense, counts = num_dense_L[layer], jnp.array(layout.dense_counts)
     return jnp.searchsorted(counts, num_dense) + kind * len(counts)
 
@@ -247,7 +247,7 @@ def _schedules(
 ) -> tuple[DecodeSchedule | None, DecodeSchedule | None]:
     """Kernel schedules of attention over pages in `dtype` and of page selection, for all cases of
     layers. A case is a kind of layer and a number of dense heads."""
-    heads, kinds = layout.selector_heads, list(dict.fromkeys(layout.kinds))
+    heads, kinds = layout.selector_heads, list(dict.fromkeys(layout.kind_of_layers))
     cases = [
         (count, selects, window or EVERYTHING)
         for selects, window in kinds

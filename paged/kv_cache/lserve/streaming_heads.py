@@ -46,9 +46,9 @@ class StreamingHost(BlockHost):
     checkpoints: checkpoints for later prompts; none are made without a prefix cache.
     """
 
-    def __init__(self, pool: Pool, layout: Layout):
+    def __init__(self, pool: Pool, layout: Layout, prefix_caching: bool):
         self.checkpoints = Checkpoints(pool.num_units)
-        super().__init__(pool, self.checkpoints)
+        super().__init__(pool, self.checkpoints if prefix_caching else None)
         self.pins = self.checkpoints.pins
         self._layout = layout
         num_slots = layout.num_slots
@@ -213,7 +213,8 @@ class StreamingHost(BlockHost):
         return swapped
 
     def can_swap_in(self, swapped: list[SwappedWindow], keep_watermark: bool) -> bool:
-        return self._has_room(sum(int(window.known[-1]) for window in swapped))
+        promised = (int(window.known[-1]) for window in swapped)
+        return self._has_room(sum(promised))
 
     def swap_in(self, swapped: list[SwappedWindow], sequences: list[Sequence]) -> None:
         on_host = np.unique(np.concatenate([window.blocks for window in swapped]))

@@ -2,29 +2,13 @@
 
 from models.config import ModelConfig
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
-from paged.kv_cache.vllm.device import (
-    Reads,
-    VLLMCache,
-    VLLMPlan,
-    VLLMPolicy,
-    blocks_by_page,
-)
+from paged.kv_cache.vllm.device import Reads, VLLMCache, VLLMPlan, VLLMPolicy, blocks_by_page
 from paged.kv_cache.vllm.host import BLOCKS, VLLMHost
 from paged.kv_cache.vllm.layout import layout_of
 
 __all__ = [
-    "BLOCKS",
-    "CAPABILITIES",
-    "VLLM",
-    "Reads",
-    "VLLMCache",
-    "VLLMHost",
-    "VLLMPlan",
-    "VLLMPolicy",
-    "blocks_by_page",
-    "check_places",
-    "device",
-    "layout_of",
+    "BLOCKS", "CAPABILITIES", "VLLM", "Reads", "VLLMCache", "VLLMHost", "VLLMPlan", "VLLMPolicy",
+    "blocks_by_page", "check_places", "device", "layout_of",
 ]  # fmt: skip
 
 CAPABILITIES = Capabilities(

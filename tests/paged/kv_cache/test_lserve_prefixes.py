@@ -298,7 +298,6 @@ class HostBesideMemory(RuleBasedStateMachine):
         assert self.host.dense.prefixes is not None
         pinned = {"dense": self.host.dense.prefixes.num_pinned}
         if self.host.streaming:
-            assert self.host.streaming.checkpoints is not None
             pinned["streaming"] = self.host.streaming.checkpoints.num_pinned
         for name, units in self.host.used_units().items():
             assert len(units) == pinned.get(name, 0), f"{name}: units of nobody"
