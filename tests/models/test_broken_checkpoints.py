@@ -49,7 +49,7 @@ def refused(message, *asked):
     [
         (drop(Q_PROJ), f"model: tensor {Q_PROJ} of shape (24, 24) is missing"),
         (drop("lm_head.weight"), "tensor lm_head.weight of shape (61, 24) is missing"),
-        (put(Q_PROJ, ones(24, 12)), "has shape (24, 12), but config.json asks for (24, 24)"),
+        (put(Q_PROJ, ones(24, 12)), f"model.safetensors: tensor {Q_PROJ} has shape (24, 12), but"),
         (put(Q_PROJ, ones(576)), f"tensor {Q_PROJ} has shape (576,)"),
         (put(Q_PROJ, np.ones((24, 24), np.int8)), f"tensor {Q_PROJ} has dtype I8"),
         (put(Q_PROJ.replace("weight", "bias"), ones(24)), "bias is no part of the model of config"),

@@ -131,6 +131,10 @@ def check(model_type, fields, expected):
     assert from_hf(to_hf(config)) == config
 
 
+def test_a_qwen3_without_head_dim_has_that_of_its_class():
+    check("qwen3", {}, {"head_dim": 128, "qk_norm": True})
+
+
 @pytest.mark.parametrize(
     "model_type, fields, expected",
     [

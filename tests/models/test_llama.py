@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import llama, params
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
 from models.full_attention import causal_attend
 from tests.models.goldens import run
 
@@ -32,6 +32,13 @@ def test_block_size_of_causal_attention_does_not_matter(block, window):
     got, _ = jax.jit(causal_attend(config, block))(0, *qkv, None)
     whole, _ = jax.jit(causal_attend(config))(0, *qkv, None)
     np.testing.assert_allclose(got, whole, rtol=0, atol=1e-6)
+
+
+def test_only_distances_between_positions_matter(tiny):
+    weights_, tokens = tiny
+    config = TINY.replace(rope_scaling=RopeScaling("llama3", 8.0))
+    near, far = (run(config, weights_, tokens, offset=at)[0] for at in (0, 1000))
+    np.testing.assert_allclose(far, near, rtol=0, atol=1e-3)
 
 
 def test_the_cache_goes_through_the_layers_in_order(tiny):

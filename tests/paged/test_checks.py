@@ -39,6 +39,7 @@ workload: Any = functools.partial(WorkloadConfig, "sharegpt")
         (sampling, "early_stopping", 1, "True, False or 'never'"),
         (sampling, "early_stopping", None, "True, False or 'never'"),
         (sampling, "ignore_eos", "no", "True or False"),
+        (sampling, "temperature", True, A_FLOAT),
         (sampling, "temperature", 10**400, A_FLOAT),
         pytest.param(sampling, "temperature", 10**5000, A_FLOAT, id="more than is printed"),
         (sampling, "temperature", np.array([0.5]), A_FLOAT),

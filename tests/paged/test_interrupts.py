@@ -287,7 +287,11 @@ def test_wherever_it_is_interrupted_a_request_has_one_output_and_one_record():
     assert point > 20
 
 
-@pytest.mark.parametrize(("act", "every"), [(_add, 1), (_abort, 1), (_pin, 3), (_step, 3)])
+@pytest.mark.parametrize(
+    ("act", "every"),
+    [(_add, 1), (_abort, 1), (_pin, 3), (_step, 3)]
+    + [pytest.param(act, 1, marks=pytest.mark.slow) for act in (_pin, _step)],
+)
 def test_what_is_interrupted_anywhere_and_done_again_leaves_a_log_to_read(act, every):
     point = 1 - every
     while True:

@@ -223,16 +223,23 @@ def test_with_the_last_runner_all_requests_end():
 
 def test_an_id_that_comes_again_gets_nothing_of_its_first_request():
     cluster, runners = cluster_of(1)
-    runner = runners["gpu-0"]
-    for seed in (1, 2):
-        cluster.submit([5], SamplingParams(max_tokens=3, seed=seed, temperature=1.0), "a")
-        request = cluster.jobs["a"].request
-        if seed == 1:
-            runner.step()
+    runner, requests = runners["gpu-0"], []
+    for seed in (1, 2**31):  # the simulated tokens of near seeds are the same
+        how = SamplingParams(max_tokens=3, seed=seed, temperature=1.0, ignore_eos=True)
+        cluster.submit([5], how, "a")
+        requests.append(cluster.jobs["a"].request)
+        if len(requests) == 1:
+            runner.work()
+            runner.work()
             cluster.cancel("a")
+    assert any(runner.outbox)
+    while runner.outbox:
+        cluster.receive("gpu-0", runner.outbox.popleft())
+    assert cluster.jobs["a"].known[0].tokens == []
     while cluster.has_unfinished():
         cluster.receive("gpu-0", runner.step())
-    assert [[s.tokens for s in cluster.outputs["a"].sequences]] == whole_outputs([request])
+    first, second = whole_outputs(requests)
+    assert first != second == [s.tokens for s in cluster.outputs["a"].sequences]
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -211,3 +211,17 @@ def test_a_slow_reader_gets_the_rest_with_the_end():
         assert reply.ended and reply.ready.is_set() and reply.output is output
 
     asyncio.run(read())
+
+
+def test_aborting_what_has_ended_or_never_was_has_no_effect():
+    client = EngineClient(simulated()[0])
+
+    async def ask() -> None:
+        client.submit(REQUEST, Reply(True, 100, asyncio.Event()))
+        for name in ("a", "a", "b"):
+            client.abort(name)
+
+    asyncio.run(ask())
+    usage = client.ask(lambda engine: engine.host_policy.usage()).result(60)
+    assert usage.token_states == 0 and not client._replies
+    client.close()

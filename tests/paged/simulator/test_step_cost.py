@@ -85,6 +85,21 @@ def test_adapters_add_their_pages_and_launches(ranks, pages):
     assert seconds[both] == pytest.approx(plain + added)
 
 
+def test_an_executor_tells_its_clock_the_pages_of_adapters():
+    config = EngineConfig(
+        max_num_seqs=4, max_model_len=64, adapter_slots=4, max_adapter_rank=64, run_ahead=False
+    )
+    clock = StepCost.declare(SMALL, config, "a100-40")
+    executor = SimulatedExecutor(clock, vocab_size=64, first_token=3, adapter_page_s=1e-6)
+    engine = Engine(SMALL, config, executor)
+    engine.add_known_adapter(Adapter("b", "", "random", 64))
+    engine.generate([[5] * 3], SamplingParams(max_tokens=9, ignore_eos=True), ["b"])
+    last = engine.metrics.steps[-1]
+    plain = clock.dense_s(1, 1) + float(clock.attention_s(np.array([11]), np.ones(1)))
+    added = 3 * adapters_s(clock.costs, clock.model, pages=4, tokens=1)
+    assert last.device_s == pytest.approx(plain + added)
+
+
 def test_swaps_take_pcies_time_and_copies_the_memorys():
     """40 layers of two copies a block, each of which starts; and shards share the bytes."""
     clock = declared(tensor_parallel=2, kv_cache_tokens=4096)

@@ -54,6 +54,7 @@ def test_systems_differ_in_what_their_names_say():
 @pytest.mark.parametrize(
     ("module", "changes", "message"),
     [
+        (accuracy_memory, {"alphas": ()}, "--alphas must name at least one"),
         (accuracy_memory, {"alphas": ("1",)}, "--alphas must be pairs such as 1/0.02"),
         (accuracy_memory, {"alphas": ("0/1",)}, "alpha_l must be from 0 to alpha_h"),
         (accuracy_memory, {"three_levels": ("1/0",)}, "--three_levels must be such as 5/1/0"),

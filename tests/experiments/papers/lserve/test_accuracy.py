@@ -53,6 +53,7 @@ def test_systems_differ_in_what_their_names_say(gates):
 @pytest.mark.parametrize(
     ("module", "changes", "message"),
     [
+        (frontier, {"shares": ()}, "--shares must name at least one"),
         (frontier, {"shares": (1.5,)}, "--shares must be numbers, each from 0 to 1"),
         (frontier, {"budgets": ("some",)}, "--budgets must be tokens or 'all'"),
         (page_size, {"budgets": (0,)}, "--budgets must be whole numbers, each at least 1"),
