@@ -202,7 +202,7 @@ def summary_table(of: Sequence[Row], up: str) -> str:
         f"| | {' | '.join(VERDICTS)} |",
         f"|{'---|' * (len(VERDICTS) + 1)}",
     ]
-    for paper, (name, _, _) in PAPERS.items():
+    for paper, (name, *_) in PAPERS.items():
         cells = [
             ", ".join(
                 _linked(row, up) for row in of

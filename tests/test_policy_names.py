@@ -12,10 +12,13 @@ import pytest
 from pallas_kernels.ops import OPS
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("lserve", "diffkv")
-OWN = (
-    "pallas_kernels", "paged/kv_cache/lserve", "paged/kv_cache/diffkv", "experiments/papers",
-)  # fmt: skip
+# Of each policy with a folder but vllm, whose halves are the base of others.
+NAMES = tuple(
+    init.parent.name
+    for init in sorted((ROOT / "paged/kv_cache").glob("*/__init__.py"))
+    if init.parent.name != "vllm"
+)
+OWN = ("pallas_kernels", "experiments/papers", *(f"paged/kv_cache/{name}" for name in NAMES))
 REGISTRATIONS = ("paged/kv_cache/__init__.py", "experiments/policies.py")
 # Presets, and studies whose cases name some of them.
 CONFIGURATIONS = (

@@ -24,6 +24,7 @@ class Held:
 
     fraction: bytes of the sequence's pages, empty slots included, over the baseline's.
     high, low: shares of the sequence's tokens kept in high and in low precision, over all heads.
+        Under a policy of one precision, low is 0.
     top: share of the sequence's tokens kept in a third precision above `high`.
     read: bytes that attention and page selection read in steps that compute one token of the
         sequence, over the baseline's; None without such a step. Decode steps of several tokens
@@ -74,7 +75,7 @@ def of_sequences(engine: Engine) -> list[Held]:
                 for owner, fraction, of_levels, of_all in zip(
                     of_rows, fractions, kept, read, strict=True
                 ):
-                    *top, high, low = of_levels
+                    *top, high, low = of_levels if len(of_levels) > 1 else (*of_levels, 0.0)
                     samples[owner].append((fraction, high, low, sum(top), of_all))
     return [_mean(np.array(each)) for each in samples if each]
 

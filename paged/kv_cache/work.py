@@ -38,7 +38,8 @@ class Layout(Protocol):
 
         stored(report, slots, tokens) -> Stored
 
-    slots: [n] slots of sequences. tokens: [n] tokens of each. report: the device half's report.
+    slots: [n] slots of sequences. tokens: [n] tokens of each. report: the device half's report,
+    or None if it reports nothing.
     """
 
     @property

@@ -39,6 +39,9 @@ class VLLMHost(BlockHost):
     A prompt is admitted if its blocks are free, plus a watermark of blocks so that running
     sequences can grow. With a prefix cache, it starts after its cached prefix.
 
+    `fits`, `can_admit` and `admit` count all tokens. A subclass whose `advance` drops blocks thus
+    saves memory while a sequence runs, but admits no longer prompt, unless it overrides them too.
+
     can_resume: see `Prefixes`.
     """
 

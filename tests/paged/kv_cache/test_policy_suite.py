@@ -49,6 +49,10 @@ NEVER_IN_ONE_ROUND = (
     "no search forked and was swapped out in one round: this depends on kv_cache_tokens and "
     "max_num_batched_tokens; the suite's own values suit a policy that keeps all tokens"
 )
+TOO_LITTLE_MEMORY = (
+    "two beams of 51 tokens do not fit: the case needs more kv_cache_tokens, or a host half that "
+    "fits them in less; with more, too few may be preempted unless the policy keeps more"
+)
 TOO_MUCH_MEMORY = "too few were preempted: the case needs fewer kv_cache_tokens, or drops less"
 
 
@@ -224,6 +228,7 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
     search = SamplingParams(max_tokens=24, beam_width=2, n=2, ignore_eos=True, seed=0)
     lengths = ((9, older), (10, older), (27, search))
     asked = add(engine, [Request(tuple(range(20, 20 + n)), how) for n, how in lengths])
+    assert len(asked) == len(lengths), TOO_LITTLE_MEMORY
     ended = drain(engine)
     check_tokens(bench, case, asked, ended)
     forked: set[int] = set()
