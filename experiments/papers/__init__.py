@@ -5,9 +5,8 @@ import pkgutil
 
 from experiments.papers.paper import Paper
 
-# By folder, from the oldest. A folder of this package is a paper's, and says so in its `PAPER`.
-PAPERS: dict[str, Paper] = {}
-for module in pkgutil.iter_modules(__path__):
-    if module.ispkg:
-        PAPERS[module.name] = importlib.import_module(f"{__name__}.{module.name}").PAPER
-PAPERS = dict(sorted(PAPERS.items(), key=lambda each: each[1].number))
+# A folder of this package is a paper's, and says so in its `PAPER`.
+_FOLDERS = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
+_FOUND = {name: importlib.import_module(f"{__name__}.{name}").PAPER for name in _FOLDERS}
+# By folder, from the oldest.
+PAPERS: dict[str, Paper] = dict(sorted(_FOUND.items(), key=lambda each: each[1].number))

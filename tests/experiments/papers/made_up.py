@@ -10,7 +10,7 @@ from experiments.lib.kv_held import Held
 from experiments.lib.reference import Distributions
 
 FLAGS: dict[str, Any] = {
-    "seed": 1, "compilation_cache": "", "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
+    "seed": 1, "tasks": ("values",), "contexts": (256,), "num_prompts": 4,
 }  # fmt: skip
 
 
