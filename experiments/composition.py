@@ -104,7 +104,7 @@ class Bench:
         for tokens in range(64, 800, 8):
             try:
                 config = self.config(kv_cache_tokens=tokens)
-                sizes = policy_of(config.policy).sizes_of(config, sharded)
+                sizes = policy_of(config.policy).sizes(config, sharded)
                 if sizes.fits(config.max_model_len, sequences):
                     return tokens
             except ValueError:

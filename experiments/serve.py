@@ -66,7 +66,7 @@ def prepare(flags: ServeFlags, output_dir: Path) -> tuple[Engine, Workload]:
         formats = tenants.formats(served, flags.model)
         requests = tenants.addressed(workload.requests, names, formats)
         workload = replace(workload, requests=requests)
-    sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
+    sizes = policy_of(config.policy).sizes(config, ShardedModel.split(model))
     for i, request in enumerate(workload.requests):
         try:
             how = sampling_of(request, sampling, config.seed, i)

@@ -90,7 +90,7 @@ class Cluster:
             raise ValueError("a cluster needs at least one runner")
         check_model(model, config)
         self._model, self._config, self._tokenizer = model, config, tokenizer
-        self._sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
+        self._sizes = policy_of(config.policy).sizes(config, ShardedModel.split(model))
         self._rng = np.random.default_rng(config.seed)
         self._runners, self._now = dict(runners), now
         limits = Limits.of(config)

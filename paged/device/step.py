@@ -196,7 +196,7 @@ class StepProgram:
     ) -> "StepProgram":
         """`implementation` goes to the attention ops and the adapters' ops."""
         policy = policy_of(config.policy)
-        sizes = policy.sizes_of(config, shards.sharded)
+        sizes = policy.sizes(config, shards.sharded)
         return cls(
             shards,
             policy.device(config, shards.sharded, implementation),

@@ -25,12 +25,12 @@ FREE, SHARED, CACHED = -1, -2, -3
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a cache, computed before anything runs.
+    """The sizes of a cache, computed without a host half.
 
     pools: pools of memory units, the same on all shards.
     table_width: M of a host half's `tables`.
     fits: (tokens, sequences) -> whether that many sequences of that many tokens each could run if
-        nothing else did.
+        nothing else did and nothing was pinned.
     """
 
     pools: tuple[Pool, ...]
@@ -68,7 +68,7 @@ class HostPolicy(Protocol):
         ...
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        """See `Sizes`."""
+        """See `Sizes`. Pinned units leave less room."""
         ...
 
     def observe(self, number: int, report: Any) -> None:

@@ -29,7 +29,7 @@ from models.config import ModelConfig
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import vllm
-from paged.kv_cache.host import HostPolicy, owners_of
+from paged.kv_cache.host import HostPolicy, Sizes, owners_of
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
@@ -39,6 +39,13 @@ from paged.kv_cache.vllm.host import BLOCKS, vllm_pool
 Reserve = Callable[[int, int, int], int]
 
 
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
+    """`fits` is conservative, because each sequence may need the run of max_model_len tokens."""
+    width = -(-config.max_model_len // config.page_size)
+    runs = (config.num_blocks - 1) // BuddyAllocator.run_size(width)
+    return Sizes((vllm_pool(config, model, 1),), width, lambda tokens, count: count <= runs)
+
+
 class ReservingHost(HostPolicy):
     """Host half: one run of contiguous blocks for each sequence. Block 0 is the null block.
 
@@ -46,12 +53,13 @@ class ReservingHost(HostPolicy):
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel, reserve: Reserve):
-        self.pools, self.moves = (vllm_pool(config, model, 1),), Moves()
+        self._sizes, self.moves = sizes(config, model), Moves()
+        self.pools = self._sizes.pools
         self.buddies = BuddyAllocator(config.num_blocks - 1)
         self._page_size, self._max_model_len = config.page_size, config.max_model_len
         self._reserve = reserve
-        num_slots, width = config.max_num_seqs, self._blocks_for(config.max_model_len)
-        self.blocks = np.full((num_slots, width), NULL_BLOCK, np.int32)
+        num_slots = config.max_num_seqs
+        self.blocks = np.full((num_slots, self._sizes.table_width), NULL_BLOCK, np.int32)
         self._run = np.zeros(num_slots, np.int64)  # blocks of each slot's run
         self._asked = np.zeros(num_slots, np.int64)  # tokens requested for each slot's run
         self._limit = np.zeros(num_slots, np.int64)  # most tokens of the sequence
@@ -64,8 +72,7 @@ class ReservingHost(HostPolicy):
         return self.blocks.shape[1]
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        """Conservative, because each sequence may need the run of max_model_len tokens."""
-        return num_sequences <= self.buddies.size // self.buddies.run_size(self.table_width)
+        return self._sizes.fits(num_tokens, num_sequences)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
@@ -183,7 +190,7 @@ def _policy(reserve: Reserve, static_batching: bool = False) -> Policy:
         chunked_prefill=True, recompute=True, recompute_exact=True, static_batching=static_batching
     )
     host = partial(ReservingHost, reserve=reserve)
-    return Policy(lambda config: can, host, vllm.device, _check, layout=vllm.layout_of)
+    return Policy(lambda config: can, sizes, host, vllm.device, _check, layout=vllm.layout_of)
 
 
 ORCA_MAX = _policy(lambda prompt, limit, longest: longest)

@@ -199,6 +199,7 @@ class Policy:
     """A KV-cache policy.
 
     capabilities: its capabilities under a configuration.
+    sizes: computes the sizes of its cache.
     host: builds its host half.
     device: builds its device half. The third argument, `implementation`, is for the attention ops.
     check: raises ValueError, with the reason, for a configuration that cannot work. The model is
@@ -206,12 +207,13 @@ class Policy:
     options: dataclass of its own flags. `EngineConfig.policy_options` is an instance.
     head_order: [L, K] int, the model's KV head at each place, or None for the model's order. A
         shard has K / num_shards consecutive heads, or one if there are more shards than heads.
-    layout: builds its `Layout`: sizes and work. Measurements and simulation need it.
+    layout: builds its `Layout`: bytes and work. Measurements and simulation need it.
     simulated: (configuration, model, path of a recording or "") -> `SimulatedDevice`. None if the
         device half reports nothing.
     """
 
     capabilities: Callable[[CacheConfig], Capabilities]
+    sizes: Callable[[CacheConfig, ShardedModel], Sizes]
     host: Callable[[CacheConfig, ShardedModel], HostPolicy]
     device: Callable[[CacheConfig, ShardedModel, str | None], KVPolicy]
     check: Callable[[CacheConfig, ModelConfig | None], None] = lambda config, model: None
@@ -219,8 +221,3 @@ class Policy:
     head_order: Callable[[CacheConfig, ModelConfig], np.ndarray | None] = lambda c, m: None
     layout: Callable[[CacheConfig, ShardedModel], Layout] | None = None
     simulated: Callable[[CacheConfig, ShardedModel, str], SimulatedDevice] | None = None
-
-    def sizes_of(self, config: CacheConfig, model: ShardedModel) -> Sizes:
-        """The sizes of its cache, read from a host half that manages nothing yet."""
-        host = self.host(config, model)
-        return Sizes(host.pools, host.table_width, host.fits)

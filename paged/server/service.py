@@ -89,7 +89,7 @@ class Service:
         self.metrics = ServerMetrics(client)
         self.started_s = int(time.time())
         self.draining = False
-        self._sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
+        self._sizes = policy_of(config.policy).sizes(config, ShardedModel.split(model))
         self._has_logprobs = logprobs
         max_token_text = max(map(len, tokenizer.get_vocab()))
         self._max_text = MAX_COMPOSED * config.max_model_len * max_token_text

@@ -113,7 +113,7 @@ class StepCost:
         costs = CostModel(machine(gpu), attention_knob=attention_knob)
         costs.all_reduce_s(0, config.tensor_parallel)
         bits = 16 if config.quantization == "none" else 8
-        pools = {pool.name: pool for pool in policy.sizes_of(config, sharded).pools}
+        pools = {pool.name: pool for pool in policy.sizes(config, sharded).pools}
         layout = policy.layout(config, sharded)
         weight_bits = 4 if config.quantization == "w4a8" else bits
         return cls(costs, sharded, layout, pools, bits, weight_bits, HOSTS[host].times(host_knob))

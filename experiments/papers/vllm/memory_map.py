@@ -278,7 +278,7 @@ def check(flags: MapFlags) -> None:
     model, config = checkpoint.load_config(flags.model), flags.engine
     if config.policy != "vllm":
         raise ValueError(f"--policy must be vllm, not {config.policy!r}")
-    sizes = policy_of(config.policy).sizes_of(config, ShardedModel.split(model))
+    sizes = policy_of(config.policy).sizes(config, ShardedModel.split(model))
     tokenizer = load_tokenizer(flags.model)
     for prompt, how in requests_of(flags, tokenizer).values():
         validated_prompt(prompt, how, tokenizer, model, config, sizes)

@@ -24,7 +24,7 @@ The policy's parts:
 
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.device import DiffKVPolicy
-from paged.kv_cache.diffkv.host import DiffKVHost
+from paged.kv_cache.diffkv.host import DiffKVHost, sizes
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
@@ -98,5 +98,6 @@ def device(
 
 
 DIFFKV = Policy(
-    capabilities, DiffKVHost, device, check, Options, layout=layout_of, simulated=SimulatedPages
-)
+    capabilities, sizes, DiffKVHost, device, check, Options,
+    layout=layout_of, simulated=SimulatedPages,
+)  # fmt: skip

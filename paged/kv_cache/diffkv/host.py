@@ -13,7 +13,7 @@ import numpy as np
 
 from paged.blocks.block_pool import BlockPool
 from paged.kv_cache.diffkv.layout import PREFIXES, Layout, layout_of
-from paged.kv_cache.host import FREE, HostPolicy
+from paged.kv_cache.host import FREE, HostPolicy, Sizes
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
@@ -84,6 +84,17 @@ def pools_of(layout: Layout, model: ShardedModel) -> tuple[Pool, ...]:
     return pages, prefixes
 
 
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
+    """A row of `tables` has the number of tokens to prefill if prompts come in chunks, else
+    nothing."""
+    layout = layout_of(config, model)
+
+    def fits(num_tokens: int, num_sequences: int) -> bool:
+        return num_sequences * int(layout.worst(num_tokens)) <= layout.num_pages
+
+    return Sizes(pools_of(layout, model), int(layout.staged > 0), fits)
+
+
 class DiffKVHost(HostPolicy):
     """Six numbers of each slot. The device half has the page tables.
 
@@ -97,7 +108,8 @@ class DiffKVHost(HostPolicy):
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
         self.layout = layout = layout_of(config, model)
-        self.pools, self.capacity = pools_of(layout, model), layout.num_pages
+        self._sizes, self.capacity = sizes(config, model), layout.num_pages
+        self.pools = self._sizes.pools
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
         self._watermark = int(config.watermark * self.capacity)
         self._can = config.capabilities
@@ -115,11 +127,10 @@ class DiffKVHost(HostPolicy):
 
     @property
     def table_width(self) -> int:
-        """1 if prompts come in chunks, else 0. See `tables`."""
-        return int(self.layout.staged > 0)
+        return self._sizes.table_width
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return num_sequences * int(self.layout.worst(num_tokens)) <= self.capacity
+        return self._sizes.fits(num_tokens, num_sequences)
 
     def _bounds(self, slots, num_tokens):
         """Most pages that `num_tokens` of `slots` need: the smallest of three bounds, from the last

@@ -9,7 +9,7 @@ import numpy as np
 from models.config import ModelConfig
 from paged.kv_cache.lserve.device import LServePolicy
 from paged.kv_cache.lserve.gates import dense_first
-from paged.kv_cache.lserve.host import LServeHost
+from paged.kv_cache.lserve.host import LServeHost, sizes
 from paged.kv_cache.lserve.layout import (
     layout_of,
     minference_pages,
@@ -82,4 +82,4 @@ def device(
     )
 
 
-LSERVE = Policy(capabilities, LServeHost, device, check, Options, head_order, layout_of)
+LSERVE = Policy(capabilities, sizes, LServeHost, device, check, Options, head_order, layout_of)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged.kv_cache.host import HostPolicy
+from paged.kv_cache.host import HostPolicy, Sizes
 from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
 from paged.kv_cache.lserve.streaming_heads import StreamingHost
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
-from paged.kv_cache.vllm.host import VLLMHost, block_pool
+from paged.kv_cache.vllm.host import VLLMHost, block_pool, blocks_suffice
 from paged.kv_cache.vllm.prefix import Prefixes
 from paged.requests.sequence import Sequence
 
@@ -42,6 +42,18 @@ def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
         for name, num_blocks, most, unit_bytes in each
         if num_blocks
     )
+
+
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
+    layout = layout_of(config, model)
+    blocks = layout.num_blocks[0] - 1
+
+    def fits(num_tokens: int, num_sequences: int) -> bool:
+        dense = blocks_suffice(blocks, layout.page_size, num_tokens, num_sequences)
+        windows = num_sequences * layout.blocks_in_window(num_tokens)
+        return dense and (not layout.streams or windows <= layout.window_blocks(layout.quota))
+
+    return Sizes(pools_of(config, layout), layout.table_width, fits)
 
 
 class LServeHost(HostPolicy):

@@ -108,6 +108,14 @@ class Layout:
     def streams(self) -> bool:
         return self.max_heads[1] > 0
 
+    def blocks_in_window(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` has in the streaming pool between steps."""
+        return min(-(-num_tokens // self.page_size), self.window)
+
+    def window_blocks(self, aside: int) -> int:
+        """Blocks of the streaming pool for windows, if `aside` blocks are for checkpoints."""
+        return self.num_blocks[1] - 1 - self.chunks - aside
+
     @property
     def dense_pages(self) -> int:
         """Number of pages of a shard's dense pool, which is the first page of streaming heads."""

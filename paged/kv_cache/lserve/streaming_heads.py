@@ -64,27 +64,24 @@ class StreamingHost(BlockHost):
     def cached_blocks(self) -> np.ndarray:
         return self.checkpoints.cached_blocks
 
-    def _needs(self, num_tokens: int) -> int:
-        return min(-(-num_tokens // self._layout.page_size), self._layout.window)
-
     @property
     def _usable(self) -> int:
         """Blocks for windows. Pinned blocks beyond the quota reduce them."""
-        aside = max(self._layout.quota, self.checkpoints.num_pinned)
-        return self.pool.capacity - self._layout.chunks - aside
+        return self._layout.window_blocks(max(self._layout.quota, self.checkpoints.num_pinned))
 
     def _has_room(self, blocks: int) -> bool:
         return int(self.promised.sum()) + blocks <= self._usable
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return num_sequences * self._needs(num_tokens) <= self._usable
+        return num_sequences * self._layout.blocks_in_window(num_tokens) <= self._usable
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
         """Admission reserves the whole window, so there is no watermark."""
-        return self._has_room(sum(self._needs(sequence.group.limit) for sequence in sequences))
+        limits = [sequence.group.limit for sequence in sequences]
+        return self._has_room(sum(map(self._layout.blocks_in_window, limits)))
 
     def admit(self, slot: int, sequence: Sequence) -> int:
-        self.promised[slot] = self._needs(sequence.group.limit)
+        self.promised[slot] = self._layout.blocks_in_window(sequence.group.limit)
         return 0
 
     def can_append(self, slots, num_tokens) -> bool:

@@ -3,12 +3,12 @@
 from models.config import ModelConfig
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.vllm.device import Reads, VLLMCache, VLLMPlan, VLLMPolicy, blocks_by_page
-from paged.kv_cache.vllm.host import BLOCKS, VLLMHost
+from paged.kv_cache.vllm.host import BLOCKS, VLLMHost, sizes
 from paged.kv_cache.vllm.layout import layout_of
 
 __all__ = [
     "BLOCKS", "CAPABILITIES", "VLLM", "Reads", "VLLMCache", "VLLMHost", "VLLMPlan", "VLLMPolicy",
-    "blocks_by_page", "check_places", "device", "layout_of",
+    "blocks_by_page", "check_places", "device", "layout_of", "sizes",
 ]  # fmt: skip
 
 CAPABILITIES = Capabilities(
@@ -53,4 +53,4 @@ def device(
     )
 
 
-VLLM = Policy(lambda config: CAPABILITIES, VLLMHost.declare, device, check, layout=layout_of)
+VLLM = Policy(lambda config: CAPABILITIES, sizes, VLLMHost.declare, device, check, layout=layout_of)

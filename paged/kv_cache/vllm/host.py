@@ -1,13 +1,14 @@
 """Host half of the vllm policy: a block pool with reference counts, and block tables."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.blocks.block_table import BlockTables, SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
-from paged.kv_cache.host import BlockHost, HostPolicy
+from paged.kv_cache.host import BlockHost, HostPolicy, Sizes
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.usage import Usage
@@ -31,6 +32,18 @@ def vllm_pool(config: CacheConfig, model: ShardedModel, num_host_units: int) -> 
     """The pool whose blocks are pages in all heads."""
     unit_bytes = config.page_size * model.kv_token_bytes(config.kv_dtype)
     return block_pool(config, BLOCKS, config.num_blocks, num_host_units, unit_bytes)
+
+
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
+    P, blocks = config.page_size, config.num_blocks - 1
+    # The host's memory is as large as the device's (vLLM §4.5).
+    pool = vllm_pool(config, model, config.num_blocks)
+    return Sizes((pool,), -(-config.max_model_len // P), partial(blocks_suffice, blocks, P))
+
+
+def blocks_suffice(blocks: int, page_size: int, num_tokens: int, num_sequences: int) -> bool:
+    """Whether `num_sequences` of `num_tokens` each fit into `blocks`."""
+    return num_sequences * -(-num_tokens // page_size) <= blocks
 
 
 class VLLMHost(BlockHost):
@@ -65,8 +78,7 @@ class VLLMHost(BlockHost):
 
     @classmethod
     def declare(cls, config: CacheConfig, model: ShardedModel) -> "VLLMHost":
-        # The host's memory is as large as the device's (vLLM §4.5).
-        return cls(vllm_pool(config, model, config.num_blocks), config)
+        return cls(sizes(config, model).pools[0], config)
 
     @staticmethod
     def of(policy: HostPolicy) -> "VLLMHost":
@@ -78,9 +90,9 @@ class VLLMHost(BlockHost):
         return self.block_tables.blocks
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        needed = num_sequences * self.block_tables.blocks_for(num_tokens)
         pinned = self.prefixes.num_pinned if self.prefixes else 0
-        return needed <= self.pool.capacity - pinned
+        blocks, P = self.pool.capacity - pinned, self.block_tables.page_size
+        return blocks_suffice(blocks, P, num_tokens, num_sequences)
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
         needed = self.watermark_blocks if keep_watermark else 0

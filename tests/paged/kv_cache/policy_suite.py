@@ -372,5 +372,5 @@ def cache_bytes(policy: Policy, config: EngineConfig) -> tuple[int, int]:
     sharded = dataclasses.replace(shards.sharded, dtype="float32")
     device = policy.device(config, sharded, None)
     leaves = jax.tree.leaves(jax.eval_shape(lambda: device.init(jnp.float32, jnp.int32(0))))
-    null = sum(pool.unit_bytes for pool in policy.sizes_of(config, sharded).pools)
+    null = sum(pool.unit_bytes for pool in policy.sizes(config, sharded).pools)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), null

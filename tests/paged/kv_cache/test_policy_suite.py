@@ -89,6 +89,15 @@ def test_a_policy_outside_of_the_tree_is_a_case():
 
 
 @by_policy
+def test_sizes_are_those_of_the_host_half(case):
+    config, model = case.engine_config(), ShardedModel.split(TINY)
+    sizes, host = case.policy.sizes(config, model), case.policy.host(config, model)
+    assert (sizes.pools, sizes.table_width) == (host.pools, host.table_width)
+    for asked in itertools.product(range(1, config.max_model_len + 1), range(1, 9)):
+        assert sizes.fits(*asked) == host.fits(*asked), asked
+
+
+@by_policy
 def test_greedy_tokens_are_the_oracles(bench, case):
     if case.oracle is None:
         pytest.skip("no independent oracle: it is compared with its twin")

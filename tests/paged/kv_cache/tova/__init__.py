@@ -5,13 +5,14 @@ A policy as a user writes one outside of the tree:
 `--policy=tova:TOVA --policy_options={"budget":64}`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from models.config import ModelConfig
 from paged.blocks.block_table import BlockTables
 from paged.kv_cache import vllm
+from paged.kv_cache.host import Sizes
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
 
@@ -30,6 +31,12 @@ class Options:
     def __post_init__(self):
         if self.budget < 1:
             raise ValueError(f"budget must be at least 1, not {self.budget}")
+
+
+def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
+    same, budget = vllm.sizes(config, model), config.policy_options.budget
+    width = -(-min(budget, config.max_model_len) // config.page_size)
+    return replace(same, table_width=width, fits=lambda n, count: same.fits(min(n, budget), count))
 
 
 class TovaHost(vllm.VLLMHost):
@@ -78,4 +85,4 @@ def device(config: CacheConfig, model: ShardedModel, implementation: str | None 
     return TovaDevice(**vars(same), budget=budget, shared=shared)
 
 
-TOVA = Policy(lambda config: CAPABILITIES, TovaHost.declare, device, check, Options)
+TOVA = Policy(lambda config: CAPABILITIES, sizes, TovaHost.declare, device, check, Options)
