@@ -4,19 +4,14 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax._src import core
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax._src.pallas.mosaic_gpu.primitives import wgmma_accumulator_load
 from jax._src.state.types import transform_type
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import profiler
-from jax.experimental.mosaic.gpu import utils as _mosaic_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import backend
 
@@ -24,21 +19,41 @@ __all__ = [
     "copy_async", "in_runs", "interpreted", "interpreting", "is_barrier", "is_shared_memory",
     "kernel", "kernel_seconds", "loop_constants", "mma", "multiply_add", "pl", "plgpu",
     "product_but", "product_of_registers", "products_left", "reduced_rows", "reduces_rows",
-    "reduction_scratch", "store", "sub_jaxprs", "swizzled", "tiled", "viewed", "wait_copies",
-    "whole_product",
+    "reduction_scratch", "store", "sub_jaxprs", "swizzled", "tile_layout", "tiled", "viewed",
+    "wait_copies", "whole_product",
 ]  # fmt: skip
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
-_installed_architecture = _mosaic_utils._infer_arch
 
 
-def _architecture() -> tuple[int, int]:
-    gpu = backend.current_gpu()
-    return gpu.compute_capability if gpu else _installed_architecture()
+@functools.cache
+def _mosaic_gpu():
+    """Pallas's module. Its import takes a quarter of a program's start."""
+    from jax.experimental.mosaic.gpu import utils
+    from jax.experimental.pallas import mosaic_gpu
+
+    installed = utils._infer_arch
+
+    def architecture() -> tuple[int, int]:
+        gpu = backend.current_gpu()
+        return gpu.compute_capability if gpu else installed()
+
+    # On a machine without a GPU, Mosaic assumes a Hopper.
+    utils._infer_arch = architecture
+    return mosaic_gpu
 
 
-# On a machine without a GPU, Mosaic assumes a Hopper.
-_mosaic_utils._infer_arch = _architecture
+class _AtFirstUse:
+    """Imports Pallas's module at its first use, because most programs run no kernel."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_mosaic_gpu(), name)
+
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+else:
+    plgpu = _AtFirstUse()
 
 
 def kernel(
@@ -77,6 +92,8 @@ def interpreting() -> Iterator[Callable[[], bool]]:
 
     Yields a function that returns whether any kernel that ran had a race.
     """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
     token = _interpreting.set(True)
     # The interpreter itself keeps only the races of the last kernel.
     detector, of_kernels = gpu_callbacks.GPURaceDetectionState, []
@@ -100,6 +117,12 @@ def interpreting() -> Iterator[Callable[[], bool]]:
 def interpreted() -> bool:
     """Whether a kernel traced now will run in the interpreter."""
     return _interpreting.get() or backend.current_gpu() is None
+
+
+def tile_layout(without: int | None = None):
+    """The layout of a tile in a warpgroup's registers, or of a tile reduced over one axis."""
+    layout = plgpu.Layout.WGMMA
+    return layout if without is None else layout.reduce(without)
 
 
 def tiled(columns: int, rows: int = 8) -> tuple:
@@ -152,6 +175,8 @@ def multiply_add(value, a, b, meanwhile: Callable):
 def product_but(newer: int, acc_ref):
     """The value of a product's accumulator, after a wait until at most the latest `newer` products
     run."""
+    from jax._src.pallas.mosaic_gpu.primitives import wgmma_accumulator_load
+
     return wgmma_accumulator_load(acc_ref, wait_n=newer)
 
 
@@ -170,10 +195,9 @@ def reduced_rows(kind: str, x, scratch_ref):
     """
     if interpreted():
         return x.sum(axis=0) if kind == "add" else x.max(axis=0)
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=layout.reduce(0))
+    result = plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=tile_layout(without=0))
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(tile_layout(), plgpu.RefType()), return_type=result)
     def reduce(_, x, scratch_ref):
         return x.reduce(kind, 0, scratch_ref)
 
@@ -229,6 +253,8 @@ def store(ref, x) -> None:
 
 def kernel_seconds(jitted: Callable, arguments: tuple, repeats: int) -> list[float]:
     """The seconds that each of `repeats` calls spends in kernels, by the GPU's own clock."""
+    from jax.experimental.mosaic.gpu import profiler
+
     _, milliseconds = profiler.measure(jitted, iterations=repeats)(*arguments)
     assert milliseconds is not None, "the function ran no kernel"
     return [m / 1e3 for m in milliseconds]

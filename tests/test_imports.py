@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_only_the_server_needs_the_extra_serve() -> None:
     assert all(name.startswith("experiments.") for name in users), users
     library = {name for name in users if name.startswith("experiments.lib.")}
     assert not library, "programs without a server would need it too"
+
+
+def test_a_program_imports_mosaic_only_to_run_a_kernel() -> None:
+    """Its import takes a quarter of a program's start."""
+    program = "import sys, experiments.serve; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "pallas_kernels.mosaic" in done.stdout.split()
+    assert "jax.experimental.mosaic.gpu" not in done.stdout.split()
 
 
 def test_a_circle_of_imports_is_seen() -> None:

@@ -17,13 +17,12 @@ from jax import lax
 from pallas_kernels.attention import tiles
 from pallas_kernels.attention.pipeline import Ring
 from pallas_kernels.attention.schedule import DecodeSchedule, first_token
-from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant
-from pallas_kernels.mosaic import kernel, pl, plgpu, store
+from pallas_kernels.attention.tiles import LOG2_E, NEG_INF, columns, constant
+from pallas_kernels.mosaic import kernel, pl, plgpu, store, tile_layout
 
 TILE_BYTES = 16 * 1024  # Bytes of a tile's keys: enough tokens to amortise the waits for a tile.
 MOST_GROUP = 16  # The most query heads per KV head.
 SUMMED = 64  # Partial sums, each over every 64th token: products have at least 64 rows.
-_COLUMNS = LAYOUT.reduce(0)
 
 
 def refusal(q, k_pages, v_pages, K: int) -> str | None:
@@ -156,7 +155,7 @@ def merged(partials_ref, lses_ref, begin, end, shape, axis: int):
     Returns the weighted sum of the partial results, the largest log-sum-exp, and the sum of the
     weights.
     """
-    of_axis = LAYOUT.reduce(1 - axis)
+    of_axis = tile_layout(without=1 - axis)
 
     def spread(x):
         return lax.broadcast_in_dim(x, shape, [axis])
@@ -166,7 +165,7 @@ def merged(partials_ref, lses_ref, begin, end, shape, axis: int):
         new = plgpu.load(lses_ref.at[place], layout=of_axis, optimized=False)
         new_top = jnp.maximum(top, new)
         decay, weight = jnp.exp(top - new_top), jnp.exp(new - new_top)
-        part = plgpu.load(partials_ref.at[place], layout=LAYOUT, optimized=False)
+        part = plgpu.load(partials_ref.at[place], layout=tile_layout(), optimized=False)
         return acc * spread(decay) + part * spread(weight), new_top, total * decay + weight
 
     nothing = constant(NEG_INF, shape[axis : axis + 1], of_axis)
@@ -178,7 +177,7 @@ def queries_of(item, queries: Ring, queries_s, q_s):
     """Wait for an item's queries, and store them to q_s [N, D] for its products. Returns [D, N]."""
     # The only way from plain rows to swizzled rows leads through registers.
     rows_s = queries_s.at[queries.wait(item)].transpose((1, 0))
-    found = plgpu.load(rows_s, layout=LAYOUT, optimized=False)
+    found = plgpu.load(rows_s, layout=tile_layout(), optimized=False)
     q_s.transpose((1, 0))[...] = found
     plgpu.commit_smem()
     queries.hand_back(item)
@@ -220,7 +219,7 @@ def softmax_start(D: int, N: int):
     """The running output [D, N], maximum [N] and sums [SUMMED, N] before the first token."""
     return (
         constant(0, (D, N)),
-        constant(NEG_INF, (N,), _COLUMNS),
+        constant(NEG_INF, (N,), tile_layout(without=0)),
         # The sums are added only at the end, because a sum across warps is slow.
         constant(0, (SUMMED, N)),
     )

@@ -9,9 +9,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic import plgpu
+from pallas_kernels.mosaic import plgpu, tile_layout
 
-LAYOUT = plgpu.Layout.WGMMA
 NEG_INF = -1e30  # Finite, because a row without attended tokens would subtract two infinities.
 LOG2_E = math.log2(math.e)
 
@@ -56,7 +55,7 @@ def page_ids(
 
 def index_of(axis: int, shape, start):
     """An array of `shape` with the values `start`, `start` + 1, ... along an axis."""
-    return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
+    return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=tile_layout())
 
 
 def held(token, first, length):
@@ -69,7 +68,7 @@ def clear_unheld(v_ref, first_token, first, length) -> None:
 
     Values that remain from another sequence may be NaN, and a weight of 0 times NaN is NaN.
     """
-    v = plgpu.load(v_ref, layout=LAYOUT)
+    v = plgpu.load(v_ref, layout=tile_layout())
     token = index_of(0, v.shape, first_token)
     v_ref[...] = jnp.where(held(token, first, length), v, jnp.zeros_like(v))
 
@@ -82,5 +81,6 @@ def columns(x_N, shape):
     return lax.broadcast_in_dim(x_N, shape, [1])
 
 
-def constant(value: float, shape, layout=LAYOUT):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+def constant(value: float, shape, layout=None):
+    """layout: None is that of a tile."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or tile_layout())

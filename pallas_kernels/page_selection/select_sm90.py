@@ -24,8 +24,8 @@ from jax import lax
 
 from pallas_kernels.attention.pipeline import Ring, drain
 from pallas_kernels.attention.schedule import DecodeSchedule, decode_schedule
-from pallas_kernels.attention.tiles import LAYOUT, index_of
-from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
+from pallas_kernels.attention.tiles import index_of
+from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, tile_layout, whole_product
 
 ROWS = 128  # Rows of statistics in a tile.
 STAGES = 3  # Tiles in flight: as many as fit shared memory with two thread blocks at D = 128.
@@ -144,7 +144,9 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
                 meant = jnp.where(turn == 0, largest, smallest)
                 store(scores_s.at[pl.ds(0, ROWS)], meant)
                 plgpu.commit_smem()
-                following = plgpu.load(scores_s.at[pl.ds(1, ROWS)], layout=LAYOUT, optimized=False)
+                following = plgpu.load(
+                    scores_s.at[pl.ds(1, ROWS)], layout=tile_layout(), optimized=False
+                )
                 scores = (meant + following).max(axis=1)
                 store(out_ref.at[row, pl.ds(tile * ROWS, ROWS)], scores)
                 return n + 1

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.tiles import LAYOUT
-from pallas_kernels.mosaic import kernel, pl, plgpu, store
+from pallas_kernels.mosaic import kernel, pl, plgpu, store, tile_layout
 
 
 def refusal(k) -> str | None:
@@ -32,7 +31,7 @@ def write(statistics, k, slots, runs, *, logical):
         first, counts, most = jnp.minimum(runs.first, T - 1), runs.counts, min(logical, T)
 
     def read(ref):
-        loaded = plgpu.load(ref, layout=LAYOUT.reduce(1), optimized=False)
+        loaded = plgpu.load(ref, layout=tile_layout(without=1), optimized=False)
         return loaded.astype(jnp.float32)
 
     def write_statistics(k_ref, slots_ref, first_ref, counts_ref, statistics_ref):

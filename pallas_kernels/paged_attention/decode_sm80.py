@@ -22,10 +22,6 @@ STAGE_BYTES = 64 * 1024  # Bytes of keys and values that a thread block has in f
 
 refusal = split_kv.refusal
 
-# Layouts of the operands of both products, for bfloat16 and float16.
-LHS = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)
-RHS = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
-
 
 def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
@@ -51,6 +47,9 @@ def decode(
     # keys, or after its values. A wait for the tile allows this number of copies to be running.
     after_keys = [(2 * n + 1) * copies for n in range(stages)]
     after_values = [2 * n * copies for n in range(stages)] + after_keys[-1:]
+    # Layouts of the operands of both products, for bfloat16 and float16.
+    left = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=4)
+    right = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=4)
 
     def paged_decode(
         ins: split_kv.Inputs, outs: split_kv.Outputs, *, q_s, k_s, v_s, p_s, out_s
@@ -82,7 +81,7 @@ def decode(
                 acc, top, total = carry
                 slot = lax.rem(tile_index - begin, stages)
                 wait(tile_index, after_keys)
-                k = plgpu.load(k_s.at[slot], layout=LHS)
+                k = plgpu.load(k_s.at[slot], layout=left)
                 scores = split_kv.scores_of(
                     mma(tiles.constant(0, (tile, N)), k, q), scale, soft_cap
                 )
@@ -94,8 +93,8 @@ def decode(
                 p_s[...] = probs.astype(dtype)
                 wait(tile_index, after_values)
                 split_kv.clear_unheld(v_s.at[slot], tile_index, first, length)
-                v = plgpu.load(v_s.at[slot].transpose((1, 0)), layout=LHS)
-                p = plgpu.load(p_s, layout=RHS)
+                v = plgpu.load(v_s.at[slot].transpose((1, 0)), layout=left)
+                p = plgpu.load(p_s, layout=right)
                 acc = mma(acc * columns(decay, (D, N)), v, p)
                 fetch(tile_index + stages, v_ref, v_s)
                 return acc, top, total
@@ -105,7 +104,7 @@ def decode(
                 fetch(begin + i, v_ref, v_s)
             for heads in _copied_at_once(G, D):
                 q_s[heads] = ins.q[row, heads]
-            q = plgpu.load(q_s.transpose((1, 0)), layout=RHS, optimized=False)
+            q = plgpu.load(q_s.transpose((1, 0)), layout=right, optimized=False)
             acc, top, total = lax.fori_loop(
                 begin, end, partial(step, q), split_kv.softmax_start(D, N)
             )

@@ -36,8 +36,17 @@ from pallas_kernels.attention.schedule import (
     multiprocessors,
     prefill_schedule,
 )
-from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, NEG_INF, constant, rows
-from pallas_kernels.mosaic import kernel, multiply_add, pl, plgpu, product_but, store, swizzled
+from pallas_kernels.attention.tiles import LOG2_E, NEG_INF, constant, rows
+from pallas_kernels.mosaic import (
+    kernel,
+    multiply_add,
+    pl,
+    plgpu,
+    product_but,
+    store,
+    swizzled,
+    tile_layout,
+)
 from pallas_kernels.paged_attention.prefill_rows import (
     COMPUTING_REGISTERS,
     FETCHING_REGISTERS,
@@ -201,7 +210,7 @@ def _attend(
 
         def mask(first_key, s):
             # Rows are relative to the tile, so that each element is compared with a constant.
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT.reduce(1))
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=tile_layout(without=1))
             query = lax.rem(row, jnp.int32(queries)) + (my_position - first_key)
             query = rows(query, s.shape)
             key = tiles.index_of(1, s.shape, 0)
@@ -301,7 +310,7 @@ def _attend(
                 lse = top / LOG2_E + jnp.log(total)
                 store(outs.partial_lses.at[place, group, warpgroup], lse)
 
-        of_rows = partial(constant, shape=(ROWS,), layout=LAYOUT.reduce(1))
+        of_rows = partial(constant, shape=(ROWS,), layout=tile_layout(without=1))
         acc, top, total = constant(0, (ROWS, D)), of_rows(NEG_INF), of_rows(0)
         s = pl.run_scoped(first_scores, plgpu.ACC((ROWS, KV_TILE), jnp.float32))
         p, top, total, _ = softmax(begin, s, top, total)

@@ -31,8 +31,8 @@ from pallas_kernels.attention.schedule import (
     cut_rows,
     multiprocessors,
 )
-from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, columns, constant, rows
-from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, whole_product
+from pallas_kernels.attention.tiles import LOG2_E, columns, constant, rows
+from pallas_kernels.mosaic import kernel, pl, plgpu, store, swizzled, tile_layout, whole_product
 from pallas_kernels.paged_attention import prefill_rows, prefill_sm90
 
 TILE = 128  # Keys of a tile, and queries of a tile. Two warpgroups compute half of the keys each.
@@ -225,13 +225,13 @@ def _scores(
             begin, end, place, most, least = (items_ref[item, field] for field in range(1, 6))
             first_key = tile * TILE + warpgroup * ROWS
             mine = pl.ds(pl.multiple_of(first_key, ROWS), ROWS)
-            ends = plgpu.load(ends_ref.at[mine], layout=LAYOUT.reduce(1), optimized=False)
+            ends = plgpu.load(ends_ref.at[mine], layout=tile_layout(without=1), optimized=False)
             of_keys = k_s.at[keys.wait(item), my_keys]
 
             def mask(first_query, p):
                 # Queries are relative to the tile: each element is compared with a constant.
-                query = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=LAYOUT)
-                key = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT.reduce(1))
+                query = plgpu.broadcasted_iota(jnp.int32, p.shape, 1, layout=tile_layout())
+                key = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=tile_layout(without=1))
                 last = ends - first_query
                 first = key + (first_key - first_query + (0 if own else 1))
                 if last_rows is not None:
@@ -242,7 +242,7 @@ def _scores(
             def exponents_of(n):
                 slot = queries.wait(n)
                 s = whole_product((ROWS, TILE), of_keys, q_s.at[slot].transpose((1, 0)))
-                lse = plgpu.load(lse_s.at[slot], layout=LAYOUT.reduce(0), optimized=False)
+                lse = plgpu.load(lse_s.at[slot], layout=tile_layout(without=0), optimized=False)
                 plgpu.commit_smem()  # The next copy must not overtake this read.
                 queries.hand_back(n)
                 return s * (scale * LOG2_E) - columns(lse, s.shape)
@@ -260,7 +260,7 @@ def _scores(
                 p = lax.cond(masked, partial(mask, first_query), lambda p: p, jnp.exp2(largest))
                 return n + G, sums + p.sum(axis=1)
 
-            nothing = constant(0, (ROWS,), LAYOUT.reduce(1))
+            nothing = constant(0, (ROWS,), tile_layout(without=1))
             n, sums = lax.fori_loop(begin, end, step, (n, nothing))
             keys.hand_back(item)
             row = items_ref[item, 0]

@@ -31,7 +31,7 @@ from jax import lax
 from pallas_kernels.attention import schedule as schedules
 from pallas_kernels.attention import split_kv, tiles
 from pallas_kernels.attention.pipeline import Ring, drain
-from pallas_kernels.attention.tiles import LAYOUT, LOG2_E, NEG_INF, columns, constant, rows
+from pallas_kernels.attention.tiles import LOG2_E, NEG_INF, columns, constant, rows
 from pallas_kernels.mosaic import (
     pl,
     plgpu,
@@ -40,6 +40,7 @@ from pallas_kernels.mosaic import (
     reduction_scratch,
     store,
     swizzled,
+    tile_layout,
     whole_product,
 )
 from pallas_kernels.quantization import registers
@@ -195,10 +196,12 @@ def decode(
 
                 def scales(which, at):
                     words = scales_s[which].at[slot, pl.ds(at, CHUNK)]
-                    return split(plgpu.load(words, layout=LAYOUT.reduce(1), optimized=False))
+                    return split(plgpu.load(words, layout=tile_layout(without=1), optimized=False))
 
                 def codes(words_s, at, format):
-                    words = plgpu.load(words_s.at[pl.ds(at, CHUNK)], layout=LAYOUT, optimized=False)
+                    words = plgpu.load(
+                        words_s.at[pl.ds(at, CHUNK)], layout=tile_layout(), optimized=False
+                    )
                     return registers.operand(words, format, dtype, hidden_zero)
 
                 scores = []
