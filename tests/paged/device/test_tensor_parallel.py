@@ -39,7 +39,7 @@ MODELS = {
 MODELS["reordered"] = MODELS["grouped"]
 HEAD_ORDER = np.array([[1, 0], [0, 1], [1, 0]])  # of each layer
 POLICIES = {"reordered": dataclasses.replace(VLLM, head_order=lambda config, model: HEAD_ORDER)}
-SIZES = {"reordered": (1, 8), "grouped": (1, 8), "llama": (1, 2), "opt": (1, 4)}
+SIZES = {"reordered": (1, 4), "grouped": (1, 4), "llama": (1, 2), "opt": (1, 8)}
 CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes if size > 1]
 ALONE = EngineConfig(
     max_num_seqs=1, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=48,
