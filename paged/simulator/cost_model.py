@@ -90,7 +90,6 @@ class Assumed:
 # All-reduces among the A100s of one box (NVLink, 300 GB/s one way), fitted to Vidur's profiles:
 # number of GPUs → (seconds beside the transfer, share of the link's bandwidth).
 ALL_REDUCE = {2: (46e-6, 172 / 300), 4: (68e-6, 190 / 300), 8: (106e-6, 199 / 300)}
-SHORTEST_ALL_REDUCE_S = 40e-6
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class CostModel:
             raise ValueError(f"all-reduces are known of 1, 2, 4 and 8 GPUs, not {gpus}")
         least_s, share = ALL_REDUCE[gpus]
         moved = 2 * (gpus - 1) / gpus * bytes_
-        return max(SHORTEST_ALL_REDUCE_S, least_s + moved / (share * self.machine.link))
+        return least_s + moved / (share * self.machine.link)
 
     def copies_s(self, copies: int, bytes_: float) -> float:
         """Seconds of `copies` copies between host and device over PCIe, `bytes_` in all."""
