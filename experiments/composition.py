@@ -9,6 +9,7 @@ A cell serves requests on a small random model with few pages, so that the polic
   the feature. Tokens of sampling and beam search must also have the log-probabilities that the same
   tokens have as a forced output.
 - refused: the engine or a request raises ValueError. The cell keeps its message.
+- idle: the feature never takes effect, e.g. recomputing where nothing is ever preempted.
 - wrong: a check of tokens, log-probabilities, prefix hits or page owners fails.
 
 A feature that changes numerics, as 16-bit keys, is compared with requests served alone with that
@@ -59,8 +60,12 @@ CHUNKS: dict[str, Any] = {"chunked_prefill": True, "max_num_batched_tokens": 24}
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True, logprobs=2)
 SAMPLED = replace(GREEDY, temperature=1.0, seed=11)
 SAME_LOGPROB = 2e-3
-WORKS, REFUSED, WRONG = "works", "refused", "wrong"
-MARKS = {WORKS: "●", REFUSED: "–", WRONG: "✗"}
+WORKS, REFUSED, IDLE, WRONG = "works", "refused", "idle", "wrong"
+MARKS = {WORKS: "●", REFUSED: "–", IDLE: "○", WRONG: "✗"}
+
+
+class Idle(Exception):
+    """A cell's feature never took effect."""
 
 
 class Wrong(Exception):
@@ -170,7 +175,8 @@ def close(ours: Sequence[TokenLogprob | None] | None, theirs: Any) -> None:
         raise Wrong(f"a log-probability differs by {far:.3g}")
 
 
-# The features. Each raises ValueError if it is refused, and Wrong if outputs differ.
+# The features. Each raises ValueError if it is refused, Idle if it never takes effect, and Wrong if
+# outputs differ.
 
 
 def chunked_prompts(bench: Bench) -> None:
@@ -207,7 +213,7 @@ def prompt_log_probabilities(bench: Bench) -> None:
         close(ours.prompt_logprobs, theirs.prompt_logprobs)
 
 
-def known_output(bench: Bench) -> None:
+def forced_output(bench: Bench) -> None:
     alone = bench.alone(GREEDY)
     for output in alone:
         how = replace(GREEDY, forced_output=tuple(output.tokens[:9]))
@@ -215,16 +221,17 @@ def known_output(bench: Bench) -> None:
 
 
 def preempted(bench: Bench, mode: str) -> None:
-    """Serve twice as many requests as `company`, with less and less memory until a request is
-    preempted. Memory holds three, then two, then one of the longest sequences, because a policy may
-    compress enough to hold all requests."""
+    """Serve twice as many requests as `company`, with other sizes of memory until a request is
+    preempted. Memory holds three, two, or one of the longest sequences, or a size halfway between,
+    because a policy may compress enough to hold all requests."""
     asked = PROMPTS * 2
-    for sequences in (3, 2, 1):
-        engine = bench.engine(preemption_mode=mode, kv_cache_tokens=bench.room(sequences))
+    one, two, three = map(bench.room, (1, 2, 3))
+    for kv_cache_tokens in (three, two, one, (two + three) // 2, (one + two) // 2):
+        engine = bench.engine(preemption_mode=mode, kv_cache_tokens=kv_cache_tokens)
         compare(engine.generate(asked, GREEDY), bench.alone(GREEDY, asked))
         if any(record.preemptions for record in engine.metrics.requests):
             return
-    raise ValueError("memory is reserved: nothing is ever preempted")
+    raise Idle("nothing is ever preempted")
 
 
 def moving_between_engines(bench: Bench) -> None:
@@ -351,7 +358,7 @@ FEATURES: dict[str, Callable[[Bench], Any]] = {
     "parallel_sampling": lambda bench: sampled(bench, n=3),
     "beam_search": beam_search,
     "prompt_log_probabilities": prompt_log_probabilities,
-    "known_output": known_output,
+    "forced_output": forced_output,
     "swapping": lambda bench: preempted(bench, "swap"),
     "recomputing": lambda bench: preempted(bench, "recompute"),
     "moving_between_engines": moving_between_engines,
@@ -377,7 +384,7 @@ class CompositionFlags(Flags):
 
 @dataclass(frozen=True)
 class Cell:
-    """A preset with a feature. reason: message of a refusal or of Wrong."""
+    """A preset with a feature. reason: message of the refusal, Idle or Wrong."""
 
     preset: str
     feature: str
@@ -395,6 +402,8 @@ def cell(preset: str, feature: str) -> Cell:
         FEATURES[feature](bench_of(preset))
     except ValueError as error:
         return Cell(preset, feature, REFUSED, str(error))
+    except Idle as idle:
+        return Cell(preset, feature, IDLE, str(idle))
     except Wrong as error:
         return Cell(preset, feature, WRONG, str(error))
     return Cell(preset, feature, WORKS)
@@ -412,9 +421,9 @@ def measure(flags: CompositionFlags, run: Run) -> Iterator[Cell]:
 
 
 def values(_: CompositionFlags, cells: Sequence[Cell]) -> Values:
-    return {
-        name: sum(each.verdict == name for each in cells) for name in (WORKS, REFUSED, WRONG)
-    } | {"cells": len(cells)}
+    return {name: sum(each.verdict == name for each in cells) for name in MARKS} | {
+        "cells": len(cells)
+    }
 
 
 def markdown(cells: Sequence[Cell], with_reasons: bool = True) -> str:

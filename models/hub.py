@@ -3,7 +3,7 @@
 A model's name is one of
 
 - 'bundled': the folder models/bundled in this repository;
-- 'judge': the folder models/judge, which users train;
+- 'judge': the folder models/judge in this repository;
 - a folder with config.json, one or many safetensors files, and a tokenizer;
 - a Hugging Face hub id 'owner/name', which is downloaded.
 """
@@ -25,7 +25,7 @@ def find(model: str | Path) -> Path:
     if model in OWN:
         if not OWN[str(model)].is_dir():
             raise ValueError(
-                f"{OWN[str(model)]} is not there: configs/judge_training.flags trains the model as "
+                f"{OWN[str(model)]} is not there: configs/judge_grown.flags trains the model as "
                 "results/judge/model, to be copied there"
             )
         return OWN[str(model)]

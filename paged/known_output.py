@@ -1,8 +1,7 @@
 """Known output: a request continues output that another engine has generated (Punica §5.3).
 
-Known output is output, not prompt. Penalties, limits, stop strings and log-probabilities include
-it.
-Its keys and values are recomputed, as after a preemption.
+Known output counts as output, not as prompt: for penalties, limits, stop strings and
+log-probabilities. Its keys and values are recomputed, as after a preemption.
 """
 
 import math

@@ -9,7 +9,7 @@ import numpy as np
 
 from paged.config import EngineConfig
 from paged.kv_cache import policy_of
-from paged.kv_cache.policy import KVPolicy, ShardedModel
+from paged.kv_cache.policy import DevicePolicy, ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from paged.step_inputs import StepInputs, empty_step_inputs
@@ -92,7 +92,7 @@ def decode_inputs(config: EngineConfig, model: ShardedModel, contexts: Sequence[
     return driver.decode()
 
 
-def attend(device: KVPolicy, cache, inputs: StepInputs, q_LxTxHxD, k_LxTxKxD, v_LxTxKxD) -> Any:
+def attend(device: DevicePolicy, cache, inputs: StepInputs, q_LxTxHxD, k_LxTxKxD, v_LxTxKxD) -> Any:
     """A step's attention in all layers: `(cache, out [L, T, H, D])`."""
     cache, plan = device.begin_step(cache, inputs)
 

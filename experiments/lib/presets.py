@@ -1,4 +1,4 @@
-"""Presets of all policies and of the flag files, at a size that any machine runs in seconds."""
+"""Presets of policies and of flag files, at a size that any machine runs in seconds."""
 
 from dataclasses import dataclass, field
 from typing import Any

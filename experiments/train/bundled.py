@@ -1,12 +1,12 @@
 """Train a small Qwen3-style decoder on the tasks of `experiments.tasks.tasks`.
 
 By default it trains 'bundled', the model of demos and of tests for equal tokens. With the flag file
-it trains 'judge', the model with 64 KV heads for studies of sparsity and compression. Two CPU cores
-suffice. The same command resumes a stopped run. `training.json` in a model's folder holds the
-options and the log of its training.
+it grows 'judge' from it, the model with 64 KV heads for studies of sparsity and compression. Two
+CPU cores suffice. The same command resumes a stopped run. `training.json` in a model's folder holds
+the options and the log of its training.
 
     python -m experiments.train.bundled --output_dir=results/bundled
-    python -m experiments.train.bundled --flagfile=configs/judge_training.flags
+    python -m experiments.train.bundled --flagfile=configs/judge_grown.flags
 """
 
 from dataclasses import dataclass

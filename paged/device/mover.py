@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from paged.kv_cache.moves import Moves, Pool
-from paged.kv_cache.policy import KVPolicy, SlotStateKVPolicy
+from paged.kv_cache.policy import DevicePolicy, SlotStateDevice
 from paged.tensor_parallel import REPLICATED, SPLIT, SPLIT_UNITS, Shards, shared
 
 SLOTS_PER_CALL = 8
@@ -65,7 +65,7 @@ class UnitMover:
     """The units of one pool. `warm_up`, `copy` and `bring` donate the cache and return the new one.
     `export` only reads it."""
 
-    def __init__(self, shards: Shards, policy: KVPolicy, pool: Pool):
+    def __init__(self, shards: Shards, policy: DevicePolicy, pool: Pool):
         self._pool = pool
         self.copy_program, self.export_program, self.import_program = _unit_programs(
             shards, policy, pool.name
@@ -111,7 +111,7 @@ class SlotMover:
     """Moves the state of slots, for policies with `slot_state`. In the host's memory a slot's state
     has a key, which is not negative."""
 
-    def __init__(self, shards: Shards, policy: KVPolicy, num_slots: int):
+    def __init__(self, shards: Shards, policy: DevicePolicy, num_slots: int):
         self._nowhere = num_slots
         self._release, self._copy, self._export, self._import = _slot_programs(shards, policy)
         self._exported: dict[int, Any] = {}  # the state of one slot by key
@@ -173,7 +173,7 @@ class SlotMover:
 
 
 @shared
-def _unit_programs(shards: Shards, policy: KVPolicy, pool: str):
+def _unit_programs(shards: Shards, policy: DevicePolicy, pool: str):
     """The jitted programs of copy, export and import."""
 
     def copy(cache, sources, destinations):
@@ -194,10 +194,10 @@ def _unit_programs(shards: Shards, policy: KVPolicy, pool: str):
 
 
 @shared
-def _slot_programs(shards: Shards, policy: KVPolicy):
+def _slot_programs(shards: Shards, policy: DevicePolicy):
     """The jitted programs of release, copy, export and import."""
     device: Any = policy
-    slots: SlotStateKVPolicy = device
+    slots: SlotStateDevice = device
     moved = SPLIT, REPLICATED
     return (
         shards.jit(slots.release_slots, moved, SPLIT, donate_argnums=0),

@@ -23,7 +23,7 @@ from paged.adapters.pool import AdapterPool
 from paged.config import EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Pool
-from paged.kv_cache.policy import KVPolicy
+from paged.kv_cache.policy import DevicePolicy
 from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
 from paged.tensor_parallel import REPLICATED, SPLIT, Shards, shared
 
@@ -51,7 +51,7 @@ class StepOutputs:
 
 
 def _iterate(params, cache, state, inputs, model, policy, adapters, reduce):
-    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, W])."""
+    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, E])."""
     S = inputs.lengths.shape[0]
     slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
     sampled_before = state.history.at[slot_of_token, inputs.positions].get(
@@ -123,8 +123,9 @@ def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logpr
 
 
 def step(
-    params, cache, state: SamplingState, inputs: StepInputs, model: ModelConfig, policy: KVPolicy,
-    multi_step: int = 1, adapters: Adapters | None = None, reduce: Reduce = ALONE,
+    params, cache, state: SamplingState, inputs: StepInputs, model: ModelConfig,
+    policy: DevicePolicy, multi_step: int = 1, adapters: Adapters | None = None,
+    reduce: Reduce = ALONE,
 ):  # fmt: skip
     """One step of the model over a paged cache: (cache, state, StepOutputs).
 
@@ -174,7 +175,7 @@ class StepProgram:
     """
 
     shards: Shards
-    policy: KVPolicy
+    policy: DevicePolicy
     pools: tuple[Pool, ...]
     slot_state: bool
     num_slots: int

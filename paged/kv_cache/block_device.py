@@ -9,7 +9,7 @@ from pallas_kernels.kv_write import copy_pages
 
 
 class BlockDevice:
-    """The methods of `KVPolicy` that need only the pages of a block. C: number of blocks."""
+    """The methods of `DevicePolicy` that need only the pages of a block. C: number of blocks."""
 
     def pages_of(self, pool: str, blocks) -> jax.Array:
         """[C, heads] int32 pages of blocks [C]."""

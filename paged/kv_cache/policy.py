@@ -88,7 +88,7 @@ class CacheConfig:
         raise NotImplementedError
 
 
-class KVPolicy(Protocol):
+class DevicePolicy(Protocol):
     """The device half: writes and reads pages, by pure functions over a pytree `cache`, under jit.
 
     It is a frozen dataclass, so that engines with equal device halves share programs.
@@ -114,7 +114,7 @@ class KVPolicy(Protocol):
         """Called in each layer: write the new tokens, attend. Returns `(out [T, H, D], cache)`.
 
         `ModelConfig.attention` has the layer's scale, soft cap and window. If a device half does
-        not support these, `Policy.check` rejects models without `plain_attention`.
+        not support these, its policy's `check` must reject models without `plain_attention`.
 
         Padding tokens (`inputs.token_rows` is S) write nothing. Scatters promise XLA distinct
         indices, so each padding token has its own index beyond the pool."""
@@ -141,7 +141,7 @@ class KVPolicy(Protocol):
         ...
 
 
-class SlotStateKVPolicy(KVPolicy, Protocol):
+class SlotStateDevice(DevicePolicy, Protocol):
     """The further methods of a device half with the capability `slot_state`. slots: [C] int32."""
 
     def release_slots(self, cache, slots) -> Any:
@@ -215,7 +215,7 @@ class Policy:
     capabilities: Callable[[CacheConfig], Capabilities]
     sizes: Callable[[CacheConfig, ShardedModel], Sizes]
     host: Callable[[CacheConfig, ShardedModel], HostPolicy]
-    device: Callable[[CacheConfig, ShardedModel, str | None], KVPolicy]
+    device: Callable[[CacheConfig, ShardedModel, str | None], DevicePolicy]
     check: Callable[[CacheConfig, ModelConfig | None], None] = lambda config, model: None
     options: type = NoOptions
     head_order: Callable[[CacheConfig, ModelConfig], np.ndarray | None] = lambda c, m: None

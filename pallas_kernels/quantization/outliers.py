@@ -3,8 +3,8 @@ in 16 bits, so that they do not widen the scale of all other elements (QAQ, arXi
 
 Every token has the same number of outliers: the elements farthest from their group's median. An
 outlier is one word, with the float16 value in the low half and the channel in the high half. QAQ
-stores a share of all elements, the largest and the smallest, as a sparse matrix [M: from memory of
-the paper, unchecked].
+stores a share of all elements, the largest and the smallest, as a sparse matrix (not
+checked against the paper).
 """
 
 from dataclasses import replace

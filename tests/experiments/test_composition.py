@@ -2,7 +2,17 @@
 
 import pytest
 
-from experiments.composition import REFUSED, WORKS, WRONG, Cell, Wrong, cell, compare, markdown
+from experiments.composition import (
+    IDLE,
+    REFUSED,
+    WORKS,
+    WRONG,
+    Cell,
+    Wrong,
+    cell,
+    compare,
+    markdown,
+)
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
 
 
@@ -34,9 +44,9 @@ def test_a_request_that_moves_works():
 def test_the_table_has_a_line_a_feature_and_numbers_reasons():
     cells = [
         Cell("a", "this_one", WORKS), Cell("b", "this_one", REFUSED, "no pages"),
-        Cell("a", "other", WRONG, "token 4"), Cell("b", "other", REFUSED, "no pages"),
+        Cell("a", "other", WRONG, "token 4"), Cell("b", "other", IDLE, "no need"),
     ]  # fmt: skip
     lines = markdown(cells).splitlines()
     assert lines[0] == "|  | a | b |" and len(markdown(cells, False).splitlines()) == 4
-    assert lines[2:4] == ["| this one | ● | –1 |", "| other | ✗2 | –1 |"]
-    assert lines[5:] == ["1. no pages", "2. token 4"]
+    assert lines[2:4] == ["| this one | ● | –1 |", "| other | ✗2 | ○3 |"]
+    assert lines[5:] == ["1. no pages", "2. token 4", "3. no need"]

@@ -31,7 +31,7 @@ from experiments.papers.diffkv.gpu import DIFFKV, SERVERS, SimulatedFlags
 from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.layout import DiffKVLayout
 from paged.simulator.cost_model import Elements
 
 MODELS = ("llama-3-8b", "qwen2.5-32b")
@@ -103,7 +103,7 @@ def traffic(program: Callable[..., Any], *arguments: Any) -> list[int]:
     return list(of(jax.make_jaxpr(program)(*arguments).jaxpr))
 
 
-def management(layout: Layout, phase: str, batch: int) -> list[int]:
+def management(layout: DiffKVLayout, phase: str, batch: int) -> list[int]:
     """Bytes of each launch of page management, in a step of `batch` sequences."""
     H, levels = layout.all_heads, layout.levels
     pages = jax.eval_shape(

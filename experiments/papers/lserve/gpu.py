@@ -36,7 +36,7 @@ from experiments.study import Values
 from models import checkpoint
 from models.config import ModelConfig
 from paged.config import EngineConfig
-from paged.kv_cache.lserve.layout import Layout
+from paged.kv_cache.lserve.layout import LServeLayout
 from paged.simulator.machines import MACHINES
 from paged.simulator.step_cost import Host, StepCost
 from pallas_kernels.specs import Cost
@@ -127,7 +127,7 @@ class Clock:
 
     def parts_s(self, context: int, new_tokens: int = 1, sequences: int = 1) -> dict[str, float]:
         """Seconds of attention's parts in a layer, mean over the tokens that share a selection."""
-        layout: Layout = self.cost.layout  # type: ignore[assignment]
+        layout: LServeLayout = self.cost.layout  # type: ignore[assignment]
         ends = np.repeat(context + np.arange(layout.reuse)[:, None], sequences, axis=1)
         new = np.full_like(ends, new_tokens)
         work, part_s = layout.work(ends, new), self.cost.costs.part_s

@@ -81,7 +81,7 @@ class MapFlags(ModelFlags):
 class Row:
     """A step.
 
-    token_states to shared: tokens, as in `paged.kv_cache.policy.Usage`.
+    token_states to shared: tokens, as in `paged.kv_cache.usage.Usage`.
     most_owners: largest number of owners of a block.
     shared_blocks: blocks with several owners.
     idle_blocks: blocks that only the prefix cache keeps.

@@ -9,7 +9,7 @@ Other methods are settings of this policy:
                              less attention have fewer bits
     LServe, DuoAttention     gates. KV heads with low gates stream
 
-[M: from memory of its paper, unchecked] QAQ computes the bits of a key and of a value by separate
+(Not checked against QAQ's paper.) QAQ computes the bits of a key and of a value by separate
 formulas, over a window of attention. It also keeps a copy in the host's memory, so that bits can
 increase again. Here a token's key and value share one precision, which DiffKV's rules only lower.
 
@@ -23,7 +23,7 @@ The policy's parts:
 """
 
 from models.config import ModelConfig
-from paged.kv_cache.diffkv.device import DiffKVPolicy
+from paged.kv_cache.diffkv.device import DiffKVDevice
 from paged.kv_cache.diffkv.host import DiffKVHost, sizes
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
@@ -32,7 +32,7 @@ from paged.kv_cache.diffkv.simulated import SimulatedPages
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
 
-__all__ = ["DIFFKV", "DiffKVHost", "DiffKVPolicy", "Options", "device"]
+__all__ = ["DIFFKV", "DiffKVDevice", "DiffKVHost", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
@@ -86,11 +86,11 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
 
 def device(
     config: CacheConfig, model: ShardedModel, implementation: str | None = None
-) -> DiffKVPolicy:
+) -> DiffKVDevice:
     options: Options = config.policy_options
     layout = layout_of(config, model)
     alpha = tuple(level.alpha for level in options.levels)
-    return DiffKVPolicy(
+    return DiffKVDevice(
         layout, Keeps(options.rules, layout.streaming, layout.rest), model.shard.num_heads, alpha,
         model.shard.attention.within(config.max_model_len), options.budget, implementation,
         SharedHeads.of(model), model.kv_dtype(config.kv_dtype),

@@ -19,7 +19,7 @@ from models.config import Attention
 from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
 from paged.kv_cache.diffkv.keeps import Keeps
-from paged.kv_cache.diffkv.layout import PREFIXES, Layout
+from paged.kv_cache.diffkv.layout import PREFIXES, DiffKVLayout
 from paged.kv_cache.diffkv.page_selector import Read
 from paged.kv_cache.diffkv.scores import add_scores
 from paged.kv_cache.diffkv.snapshot import Snapshot, snapshot
@@ -43,7 +43,7 @@ COPIED_PAGES = 64  # pages per iteration of `copy_slots`
 
 
 @dataclass(frozen=True)
-class DiffKVPolicy:
+class DiffKVDevice:
     """query_heads: H, query heads of a shard.
     alpha, budget: initial values in the cache; alpha by precision, the highest first.
     attention: the model's attention.
@@ -52,7 +52,7 @@ class DiffKVPolicy:
     kv_dtype: dtype of key extremes.
     """
 
-    layout: Layout
+    layout: DiffKVLayout
     keeps: Keeps
     query_heads: int
     alpha: tuple[float, ...]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paged.blocks.block_pool import BlockPool
-from paged.kv_cache.diffkv.layout import PREFIXES, Layout, layout_of
+from paged.kv_cache.diffkv.layout import PREFIXES, DiffKVLayout, layout_of
 from paged.kv_cache.host import FREE, HostPolicy, Sizes
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     num_tokens: int
 
 
-def pools_of(layout: Layout, model: ShardedModel) -> tuple[Pool, ...]:
+def pools_of(layout: DiffKVLayout, model: ShardedModel) -> tuple[Pool, ...]:
     num_units = layout.num_slots * layout.max_pages
     pages = Pool(
         name=PAGES,

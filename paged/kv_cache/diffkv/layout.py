@@ -20,7 +20,7 @@ PREFIXES = "prefixes"  # name of a pool. Unit 0 is the stage, other units are pi
 
 
 @dataclass(frozen=True)
-class Layout:
+class DiffKVLayout:
     """The memory of a shard.
 
     formats: page format of each precision, the highest first.
@@ -248,12 +248,12 @@ class Layout:
         return parts
 
 
-def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
+def layout_of(config: CacheConfig, model: ShardedModel) -> DiffKVLayout:
     """Raises ValueError for formats that cannot work."""
     options: Options = config.policy_options
     dtype = model.kv_dtype(config.kv_dtype)
     group = model.shard.num_heads // model.shard.num_kv_heads
-    layout = Layout(
+    layout = DiffKVLayout(
         options.formats(config.page_size, model.shard.head_dim, dtype),
         num_slots=config.max_num_seqs,
         layers=model.shard.num_layers,

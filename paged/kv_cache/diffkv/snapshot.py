@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.layout import DiffKVLayout
 from paged.kv_cache.diffkv.state import DiffKVCache
 
 
@@ -34,7 +34,7 @@ class Snapshot:
     heads: list[list[tuple[Section, ...]]]
 
 
-def snapshot(layout: Layout, cache: DiffKVCache) -> list[Snapshot]:
+def snapshot(layout: DiffKVLayout, cache: DiffKVCache) -> list[Snapshot]:
     """The snapshot of each shard. Copies the whole cache to the host."""
     leaves, tree = jax.tree.flatten(cache)
     num_shards = len(cache.pages.start)
@@ -42,7 +42,7 @@ def snapshot(layout: Layout, cache: DiffKVCache) -> list[Snapshot]:
     return [_of_shard(layout, jax.tree.unflatten(tree, part)) for part in parts]
 
 
-def _of_shard(layout: Layout, cache: DiffKVCache) -> Snapshot:
+def _of_shard(layout: DiffKVLayout, cache: DiffKVCache) -> Snapshot:
     pages, words = cache.pages, np.asarray(cache.words)
     listed = (int(pages.start[0]) + np.arange(int(pages.free[0]))) % len(pages.free_list)
     heads = []

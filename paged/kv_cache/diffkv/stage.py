@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.layout import DiffKVLayout
 from paged.kv_cache.scatter import distinct
 
 
@@ -29,7 +29,7 @@ class Stage:
     sums: jax.Array
 
     @classmethod
-    def empty(cls, layout: Layout, dtype, count: tuple[int, ...] = ()) -> "Stage | None":
+    def empty(cls, layout: DiffKVLayout, dtype, count: tuple[int, ...] = ()) -> "Stage | None":
         """count: (U,) for arrays [L, U, n, …]. None without chunked prefill, or if U is 0."""
         if not layout.staged or 0 in count:
             return None

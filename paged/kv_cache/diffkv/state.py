@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from paged.kv_cache.diffkv import page_manager
 from paged.kv_cache.diffkv.compression import Found
 from paged.kv_cache.diffkv.keeps import Keeps
-from paged.kv_cache.diffkv.layout import Layout
+from paged.kv_cache.diffkv.layout import DiffKVLayout
 from paged.kv_cache.diffkv.page_manager import Pages
 from paged.kv_cache.diffkv.stage import Chunks, Stage
 from pallas_kernels.attention.schedule import DecodeSchedule
@@ -100,7 +100,7 @@ class Plan:
 
 
 def plan_prompts(
-    layout: Layout, keeps: Keeps, query_heads: int, cache: DiffKVCache, inputs, implementation
+    layout: DiffKVLayout, keeps: Keeps, query_heads: int, cache: DiffKVCache, inputs, implementation
 ):
     """Allocate the worst case of pages for prompts (§5.3). Returns (cache, PromptPlan)."""
     Sp, S = inputs.num_prefill_rows, len(inputs.lengths)
@@ -125,7 +125,7 @@ def plan_prompts(
     return replace(cache, pages=pages), plan
 
 
-def plan_decodes(layout: Layout, keeps: Keeps, cache: DiffKVCache, inputs, implementation):
+def plan_decodes(layout: DiffKVLayout, keeps: Keeps, cache: DiffKVCache, inputs, implementation):
     """Decide where new tokens go, and allocate pages for them. Returns (cache, DecodePlan)."""
     Tp, Sp, S = inputs.num_prefill_tokens, inputs.num_prefill_rows, len(inputs.lengths)
     positions, real = inputs.positions[Tp:], (inputs.token_rows[Tp:] < S)[:, None]

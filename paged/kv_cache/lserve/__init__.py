@@ -7,7 +7,7 @@ configs/quest.flags.
 import numpy as np
 
 from models.config import ModelConfig
-from paged.kv_cache.lserve.device import LServePolicy
+from paged.kv_cache.lserve.device import LServeDevice
 from paged.kv_cache.lserve.gates import dense_first
 from paged.kv_cache.lserve.host import LServeHost, sizes
 from paged.kv_cache.lserve.layout import (
@@ -21,7 +21,7 @@ from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedMode
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.vllm import check_places
 
-__all__ = ["LSERVE", "LServeHost", "LServePolicy", "Options", "device"]
+__all__ = ["LSERVE", "LServeDevice", "LServeHost", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
@@ -67,11 +67,11 @@ def head_order(config: CacheConfig, model: ModelConfig) -> np.ndarray | None:
 
 def device(
     config: CacheConfig, model: ShardedModel, implementation: str | None = None
-) -> LServePolicy:
+) -> LServeDevice:
     options: Options = config.policy_options
     layout = layout_of(config, model)
     numbers = tuple(tuple(map(tuple, x)) for x in selector_numbers(options, model).tolist())
-    return LServePolicy(
+    return LServeDevice(
         layout,
         numbers if options.selection == "random" else (),
         model.shard.attention.within(config.max_model_len),

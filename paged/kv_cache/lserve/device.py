@@ -24,7 +24,7 @@ import numpy as np
 from models.config import Attention
 from paged.kv_cache.block_device import BlockDevice
 from paged.kv_cache.lserve import page_selector
-from paged.kv_cache.lserve.layout import DENSE, Layout
+from paged.kv_cache.lserve.layout import DENSE, LServeLayout
 from paged.kv_cache.lserve.page_selector import Selections, snapshot
 from paged.kv_cache.lserve.plan import (
     NEVER,
@@ -52,14 +52,14 @@ from pallas_kernels.quantization import QuantizedPages
 
 
 @dataclass(frozen=True)
-class LServePolicy(BlockDevice):
+class LServeDevice(BlockDevice):
     """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
-    attention, kv_dtype, implementation: see `VLLMPolicy`.
+    attention, kv_dtype, implementation: see `VLLMDevice`.
     shared: groups of shards with the same KV head.
     select_together: groups of shards that select the same pages.
     """
 
-    layout: Layout
+    layout: LServeLayout
     numbers: tuple
     attention: Attention
     kv_dtype: str | None = None

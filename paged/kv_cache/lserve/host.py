@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paged.kv_cache.host import HostPolicy, Sizes
-from paged.kv_cache.lserve.layout import DENSE, STREAMING, Layout, layout_of
+from paged.kv_cache.lserve.layout import DENSE, STREAMING, LServeLayout, layout_of
 from paged.kv_cache.lserve.streaming_heads import StreamingHost
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.policy import CacheConfig, ShardedModel
@@ -31,7 +31,7 @@ class Swapped(NamedTuple):
     keys: list[int]
 
 
-def pools_of(config: CacheConfig, layout: Layout) -> tuple[Pool, ...]:
+def pools_of(config: CacheConfig, layout: LServeLayout) -> tuple[Pool, ...]:
     """The pools of both kinds of heads. Where a recomputation would replay output token by token,
     sequences are swapped by default. So the host's memory has room for all slots at their
     longest."""

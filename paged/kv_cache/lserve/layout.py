@@ -25,7 +25,7 @@ Kind = tuple[bool, int | None]  # whether a layer's dense heads may select pages
 
 
 @dataclass(frozen=True)
-class Layout:
+class LServeLayout:
     """page_size, reuse, logical, minference_from and minference_tile are in tokens. Other sizes are
     in pages or blocks.
 
@@ -245,7 +245,7 @@ class Layout:
 def _streamed_up_to(
     P: int, sink: int, local: int, max_pages: int, window: int | None
 ) -> np.ndarray:
-    """[max_pages * P + 1] pairs of `Layout._streamed`. A query sees the sink pages, the local
+    """[max_pages * P + 1] pairs of `LServeLayout._streamed`. A query sees the sink pages, the local
     pages, and its own page up to itself. With a sliding window, it sees only the tokens inside."""
     position = np.arange(max_pages * P)
     near = np.minimum(position, local * P + position % P)  # without the query's own token
@@ -266,7 +266,7 @@ def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
     return np.stack(by_shard(order, model.num_shards)).astype(np.int32)
 
 
-def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
+def layout_of(config: CacheConfig, model: ShardedModel) -> LServeLayout:
     options: Options = config.policy_options
     P, shard, shards = config.page_size, model.shard, model.num_shards
     streams = options.streams(model.whole)
@@ -288,7 +288,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> Layout:
     # Layers with a sliding window read the whole window, without page selection.
     windows = shard.attention.within(config.max_model_len).windows
     sparse = None in windows
-    layout = Layout(
+    layout = LServeLayout(
         page_size=P, num_slots=config.max_num_seqs, heads=shard.num_kv_heads,
         num_dense=tuple(num_dense), max_pages=max_pages, sink=sink, local=local, selected=selected,
         all_below=min(max_pages, max(selected, read_whole)) if sparse else max_pages,
@@ -337,7 +337,7 @@ def _max_pages(config: CacheConfig) -> int:
     return -(-config.max_model_len // config.page_size)
 
 
-def _blocks(layout: Layout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
+def _blocks(layout: LServeLayout, config: CacheConfig, model: ShardedModel) -> tuple[int, int]:
     """Blocks of the two pools. The streaming pool takes windows for all slots, then for
     checkpoints, up to half of the memory. It takes at least one window and the chunks of a step,
     without which no sequence can run. The dense pool takes all other memory."""

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged.kv_cache.lserve.layout import Layout
+from paged.kv_cache.lserve.layout import LServeLayout
 from paged.kv_cache.lserve.plan import DecodePlan, LServeCache
 from pallas_kernels.page_selection import KeyRuns, select_pages, write_key_statistics
 
 
 def write_statistics(
-    layout: Layout, cache: LServeCache, k_TxKxD, slots_TxK, runs: KeyRuns | None, Tp: int
+    layout: LServeLayout, cache: LServeCache, k_TxKxD, slots_TxK, runs: KeyRuns | None, Tp: int
 ) -> LServeCache:
     """The cache with statistics of new keys. Pages of streaming heads have no statistics.
     runs: runs of the prompts' keys, the first Tp."""
@@ -29,14 +29,14 @@ def write_statistics(
     return replace(cache, statistics=by_page.reshape(len(cache.statistics), -1))
 
 
-def _by_logical_page(layout: Layout, statistics) -> jax.Array:
+def _by_logical_page(layout: LServeLayout, statistics) -> jax.Array:
     """[N, C, 2D] view. The array is stored without the axis C: XLA would copy it if C were 1."""
     return statistics.reshape(len(statistics), -1, 2 * layout.attention.D)
 
 
 def select(
-    layout: Layout, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM, selects_J,
-    schedule, implementation: str | None,
+    layout: LServeLayout, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM,
+    selects_J, schedule, implementation: str | None,
 ) -> tuple[LServeCache, jax.Array]:  # fmt: skip
     """Reusable selection (§3.5.3). Returns (cache, the selected columns [S, J, B - 1] of each row's
     page table, selected now or earlier).
@@ -95,7 +95,7 @@ class Selections:
     pages: np.ndarray
 
 
-def snapshot(layout: Layout, cache: LServeCache) -> list[Selections]:
+def snapshot(layout: LServeLayout, cache: LServeCache) -> list[Selections]:
     """The selections of each shard. Raises ValueError if no sequence is long enough to select."""
     if cache.selected is None:
         raise ValueError(

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from paged.kv_cache.lserve.layout import Layout
+from paged.kv_cache.lserve.layout import LServeLayout
 from paged.kv_cache.windows import EVERYTHING
 from pallas_kernels.attention.schedule import DecodeSchedule, PrefillSchedule
 from pallas_kernels.block_sparse_attention import (
@@ -120,7 +120,7 @@ class LServePlan:
 
 
 def make_plan(
-    layout: Layout, cache: LServeCache, inputs, prefilling: str | None, decoding: str | None,
+    layout: LServeLayout, cache: LServeCache, inputs, prefilling: str | None, decoding: str | None,
     selecting: str | None,
 ) -> LServePlan:  # fmt: skip
     """prefilling, decoding, selecting: implementations of the attention of chunks, of the attention
@@ -142,7 +142,9 @@ def make_plan(
     return LServePlan(dense_slots, streaming_slots, written, prefill, decode)
 
 
-def _plan_prefill(layout: Layout, inputs, dense_slots, written, implementation) -> PrefillPlan:
+def _plan_prefill(
+    layout: LServeLayout, inputs, dense_slots, written, implementation
+) -> PrefillPlan:
     G, windows = layout.attention.H // layout.heads, tuple(dict.fromkeys(layout.windows))
     Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
     starts, lengths = inputs.query_starts, inputs.lengths[:Sp]
@@ -195,7 +197,7 @@ def _plan_prefill(layout: Layout, inputs, dense_slots, written, implementation) 
 
 
 def _plan_decode(
-    layout: Layout, cache: LServeCache, inputs, computes, implementation, selecting
+    layout: LServeLayout, cache: LServeCache, inputs, computes, implementation, selecting
 ) -> DecodePlan:
     """computes: [Sd] bool, whether the row computes. `inputs.lengths` is also set for forks and
     padding."""
@@ -221,7 +223,7 @@ def _plan_decode(
     return replace(plan, attention=attention, selection=selection)
 
 
-def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
+def lengths_read(layout: LServeLayout, plan: DecodePlan, streams, selects):
     """[Sd, J] tokens that each row and head reads. streams: [J] bool, whether the head streams.
     selects: whether the layer's dense heads may select pages."""
     lengths, P = plan.lengths[:, None], layout.page_size
@@ -234,7 +236,7 @@ def lengths_read(layout: Layout, plan: DecodePlan, streams, selects):
     return jnp.broadcast_to(lengths, (len(plan.lengths), len(streams)))
 
 
-def case_of(layout: Layout, layer, num_dense_L):
+def case_of(layout: LServeLayout, layer, num_dense_L):
     """The index of the traced `layer` in the cases of `_schedules`."""
     kinds = list(dict.fromkeys(layout.kind_of_layers))
     kind = jnp.array([kinds.index(of_layer) for of_layer in layout.kind_of_layers])[layer]
@@ -243,7 +245,7 @@ def case_of(layout: Layout, layer, num_dense_L):
 
 
 def _schedules(
-    layout: Layout, plan: DecodePlan, dtype, implementation: str | None, selecting: str | None
+    layout: LServeLayout, plan: DecodePlan, dtype, implementation: str | None, selecting: str | None
 ) -> tuple[DecodeSchedule | None, DecodeSchedule | None]:
     """Kernel schedules of attention over pages in `dtype` and of page selection, for all cases of
     layers. A case is a kind of layer and a number of dense heads."""

@@ -17,7 +17,7 @@ import numpy as np
 from paged.blocks.block_pool import NULL_BLOCK
 from paged.kv_cache.host import BlockHost
 from paged.kv_cache.lserve.checkpoints import Checkpoints
-from paged.kv_cache.lserve.layout import Layout
+from paged.kv_cache.lserve.layout import LServeLayout
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
@@ -46,7 +46,7 @@ class StreamingHost(BlockHost):
     checkpoints: checkpoints for later prompts; none are made without a prefix cache.
     """
 
-    def __init__(self, pool: Pool, layout: Layout, prefix_caching: bool):
+    def __init__(self, pool: Pool, layout: LServeLayout, prefix_caching: bool):
         self.checkpoints = Checkpoints(pool.num_units)
         super().__init__(pool, self.checkpoints if prefix_caching else None)
         self.pins = self.checkpoints.pins

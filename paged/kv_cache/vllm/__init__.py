@@ -2,13 +2,24 @@
 
 from models.config import ModelConfig
 from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
-from paged.kv_cache.vllm.device import Reads, VLLMCache, VLLMPlan, VLLMPolicy, blocks_by_page
+from paged.kv_cache.vllm.device import Reads, VLLMCache, VLLMDevice, VLLMPlan, blocks_by_page
 from paged.kv_cache.vllm.host import BLOCKS, VLLMHost, sizes
 from paged.kv_cache.vllm.layout import layout_of
 
 __all__ = [
-    "BLOCKS", "CAPABILITIES", "VLLM", "Reads", "VLLMCache", "VLLMHost", "VLLMPlan", "VLLMPolicy",
-    "blocks_by_page", "check_places", "device", "layout_of", "sizes",
+    "BLOCKS",
+    "CAPABILITIES",
+    "VLLM",
+    "Reads",
+    "VLLMCache",
+    "VLLMDevice",
+    "VLLMHost",
+    "VLLMPlan",
+    "blocks_by_page",
+    "check_places",
+    "device",
+    "layout_of",
+    "sizes",
 ]  # fmt: skip
 
 CAPABILITIES = Capabilities(
@@ -39,8 +50,8 @@ def check_places(config: CacheConfig, shard: ModelConfig, places: int) -> None:
 
 def device(
     config: CacheConfig, model: ShardedModel, implementation: str | None = None
-) -> VLLMPolicy:
-    return VLLMPolicy(
+) -> VLLMDevice:
+    return VLLMDevice(
         model.shard.num_layers,
         model.shard.num_heads,
         model.shard.num_kv_heads,

@@ -96,7 +96,7 @@ class VLLMPlan:
 
 
 @dataclass(frozen=True)
-class VLLMPolicy(BlockDevice):
+class VLLMDevice(BlockDevice):
     """attention: the model's attention.
     kv_dtype: dtype of the pages; None for the compute dtype.
     implementation: implementation of the attention ops.

@@ -58,5 +58,5 @@ def test_lserve_shows_the_pages_of_the_highest_bounds(bench):
 
 
 def test_a_policy_that_shows_nothing_says_so(bench):
-    with pytest.raises(ValueError, match="VLLMPolicy shows nothing of its cache"):
+    with pytest.raises(ValueError, match="VLLMDevice shows nothing of its cache"):
         bench.engine(VLLM).executor.snapshot()

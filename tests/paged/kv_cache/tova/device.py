@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
-from paged.kv_cache.vllm import VLLMCache, VLLMPolicy
+from paged.kv_cache.vllm import VLLMCache, VLLMDevice
 from paged.step_inputs import StepInputs
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
@@ -19,7 +19,7 @@ from pallas_kernels.prompt_attention import prompt_attention
 
 
 @dataclass(frozen=True)
-class TovaDevice(VLLMPolicy):
+class TovaDevice(VLLMDevice):
     budget: int = 1024
     shared: SharedHeads = ALONE
 
