@@ -37,8 +37,17 @@ def test_a_refusal_is_a_verdict_with_its_reason():
 
 
 @pytest.mark.slow  # compiles
-def test_a_request_that_moves_works():
-    assert cell("orca_max", "moving_between_engines").verdict == WORKS
+@pytest.mark.parametrize(
+    ("preset", "feature", "verdict"),
+    [
+        ("orca_max", "moving_between_engines", WORKS),
+        ("vllm", "beam_search", WORKS), ("vllm", "swapping", WORKS), ("vllm", "aborting", WORKS),
+        ("vllm", "pinned_prefix", WORKS), ("vllm", "adapters", WORKS),
+        ("vllm", "replayed_log", WORKS),
+    ],
+)  # fmt: skip
+def test_a_cell(preset, feature, verdict):
+    assert cell(preset, feature).verdict == verdict
 
 
 def test_the_table_has_a_line_a_feature_and_numbers_reasons():
