@@ -1,6 +1,7 @@
 """The command that makes the rows: what runs, what stands, and what is counted."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_rows_run_once_and_then_stand(tmp_path, capsys):
 
 
 def test_stale_rows_alone_run_again(tmp_path, capsys):
-    flags = {"jobs": 1, "output_dir": str(tmp_path)}
+    flags: dict[str, Any] = {"jobs": 1, "output_dir": str(tmp_path)}
     main(ReproduceFlags(ROWS, **flags), None)
     report = tmp_path / "quick" / "lserve" / "kv_memory" / "report.json"
     report.write_text(json.dumps(json.loads(report.read_text()) | {"sources_sha256": "other"}))
@@ -59,6 +60,6 @@ def test_the_list_tells_kind_time_state_and_needs(tmp_path, capsys):
     ],
 )
 def test_refusals(changes, message, tmp_path):
-    asked = {"studies": ROWS, "output_dir": str(tmp_path)} | changes
+    asked: dict[str, Any] = {"studies": ROWS, "output_dir": str(tmp_path)} | changes
     with pytest.raises(Refused, match=message):
         main(ReproduceFlags(**asked), None)
