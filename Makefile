@@ -24,7 +24,7 @@ help:
 	@echo 'make test-all         run all tests but for the sweeps, as CI does'
 	@echo 'make test-sweeps      run the sweeps: every kernel and shape where test-all has some'
 	@echo 'make test-newest-jax  run the tests on the newest JAX 0.12, in .venv-newest'
-	@echo 'make test-parity      compare with transformers' models and PEFT on torch (gigabytes), in .venv-parity'
+	@echo 'make test-parity      compare with the models of transformers and of PEFT on torch (gigabytes), in .venv-parity'
 	@echo 'make test-cluster     run the tests of the cluster over Ray actors, in .venv-cluster'
 	@echo 'make test-lm-eval     evaluate over HTTP with lm-evaluation-harness, in .venv-lm-eval'
 	@echo 'make test-aot         compile kernels and whole steps for GPUs that need not be here, in .venv-aot'

@@ -137,7 +137,7 @@ class Bench:
         compare(engine.generate(PROMPTS, how), self.alone(how))
         return engine
 
-    def known(self, outputs: Sequence[RequestOutput]) -> None:
+    def as_forced(self, outputs: Sequence[RequestOutput]) -> None:
         """Check that sampled tokens have the same log-probabilities as when forced."""
         for output in outputs:
             for sequence in output.sequences:
@@ -190,7 +190,7 @@ def chunked_prompts(bench: Bench) -> None:
 def sampled(bench: Bench, n: int) -> None:
     how = replace(SAMPLED, n=n)
     bench.company(how)
-    bench.known(bench.alone(how))
+    bench.as_forced(bench.alone(how))
 
 
 def beam_search(bench: Bench) -> None:
@@ -221,9 +221,9 @@ def forced_output(bench: Bench) -> None:
 
 
 def preempted(bench: Bench, mode: str) -> None:
-    """Serve twice as many requests as `company`, with other sizes of memory until a request is
-    preempted. Memory holds three, two, or one of the longest sequences, or a size halfway between,
-    because a policy may compress enough to hold all requests."""
+    """Serve twice as many requests as `company`, with one size of memory after another until a
+    request is preempted. Memory holds three, two, or one of the longest sequences, or a size
+    halfway between, because a policy may compress enough to hold all requests."""
     asked = PROMPTS * 2
     one, two, three = map(bench.room, (1, 2, 3))
     for kv_cache_tokens in (three, two, one, (two + three) // 2, (one + two) // 2):
@@ -428,7 +428,7 @@ def values(_: CompositionFlags, cells: Sequence[Cell]) -> Values:
 
 def markdown(cells: Sequence[Cell], with_reasons: bool = True) -> str:
     """The matrix: a line for each feature, and a column for each preset; with the reasons of
-    refusals and of wrong cells below it, by number."""
+    all other cells below it, by number."""
     names = list(dict.fromkeys(each.preset for each in cells))
     by_place = {(each.preset, each.feature): each for each in cells}
     notes: dict[str, int] = {}
@@ -463,7 +463,7 @@ STUDY = Study(
     __file__,
     title="The matrix of what composes",
     kind="counted",
-    claim="every feature works under every policy, or is refused in words",
+    claim="every feature works under every policy, never takes effect, or is refused in words",
     rule="no cell is wrong",
     holds=lambda v: v[WRONG] == 0,
     setting=Setting(

@@ -41,10 +41,10 @@ def forward(
     adapters: Adapters | None = None,
     reduce: Reduce = ALONE,
 ):
-    """Hidden states [T, E], and the cache that `attend` carried through.
+    """Hidden states [T, W], and the cache that `attend` carried through.
 
-    E is the width of the token embeddings: `embedding_size`, or `hidden_size` if that is None.
-    Arguments are as in models/llama.py. The hidden state of a token at `max_position_embeddings` or
+    W is the width of the token embeddings: `embedding_size`, or E if that is None. Arguments are as
+    in models/llama.py. The hidden state of a token at `max_position_embeddings` or
     beyond is NaN, because the table has no row for it and another row would give a plausible but
     wrong result.
     """

@@ -420,8 +420,8 @@ class Engine:
         """Compute a shared prefix, and keep its blocks for good (vLLM §4.4). A request that
         continues in the last block copies that block. Returns the number of tokens of `prompt`.
 
-        A policy with a `staged_tile` shares the whole tiles before the prompt's last two tokens,
-        and at most `pins` prefixes.
+        Without a prefix cache (DiffKV), the whole tiles before the prompt's last two tokens are
+        shared, and the policy's option `pins` limits the number of prefixes.
 
         Raises ValueError:
             without prefix caching or a free pin;

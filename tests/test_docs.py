@@ -246,6 +246,13 @@ def test_make_has_the_targets_that_are_named():
     assert named and named <= targets, named - targets
 
 
+def test_make_alone_prints_its_targets():
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"make demo", "make test", "make test-parity"} <= {
+        " ".join(line.split()[:2]) for line in done.stdout.splitlines()
+    }
+
+
 # -- Examples ------------------------------------------------------------------------------------
 
 

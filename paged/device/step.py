@@ -51,7 +51,7 @@ class StepOutputs:
 
 
 def _iterate(params, cache, state, inputs, model, policy, adapters, reduce):
-    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, E])."""
+    """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, W])."""
     S = inputs.lengths.shape[0]
     slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
     sampled_before = state.history.at[slot_of_token, inputs.positions].get(

@@ -7,19 +7,8 @@ from paged.kv_cache.vllm.host import BLOCKS, VLLMHost, sizes
 from paged.kv_cache.vllm.layout import layout_of
 
 __all__ = [
-    "BLOCKS",
-    "CAPABILITIES",
-    "VLLM",
-    "Reads",
-    "VLLMCache",
-    "VLLMDevice",
-    "VLLMHost",
-    "VLLMPlan",
-    "blocks_by_page",
-    "check_places",
-    "device",
-    "layout_of",
-    "sizes",
+    "BLOCKS", "CAPABILITIES", "VLLM", "Reads", "VLLMCache", "VLLMDevice", "VLLMHost", "VLLMPlan",
+    "blocks_by_page", "check_places", "device", "layout_of", "sizes",
 ]  # fmt: skip
 
 CAPABILITIES = Capabilities(

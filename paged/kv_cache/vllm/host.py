@@ -53,7 +53,8 @@ class VLLMHost(BlockHost):
     sequences can grow. With a prefix cache, it starts after its cached prefix.
 
     `fits`, `can_admit` and `admit` count all tokens. A subclass whose `advance` drops blocks thus
-    saves memory while a sequence runs, but admits no longer prompt, unless it overrides them too.
+    saves memory while a sequence runs, but admits no longer prompt, unless it overrides them too
+    and the policy's `sizes` agree.
 
     can_resume: see `Prefixes`.
     """

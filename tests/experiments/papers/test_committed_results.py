@@ -1,13 +1,16 @@
-"""Committed results are what the code gives, for studies that take seconds at full scale."""
+"""Committed results are what the code gives, for studies that take seconds if XLA does not
+optimise."""
 
 import json
 
+import jax
 import pytest
 
 from experiments import reproduce
 from experiments.reproduce import RESULTS, ROOT
 
 STUDIES = reproduce.studies()
+COUNTS_OPERATIONS = "diffkv/fig14_memory_management"
 
 
 @pytest.mark.slow
@@ -22,9 +25,11 @@ STUDIES = reproduce.studies()
 )  # fmt: skip
 def test_a_run_gives_the_committed_numbers(name, tmp_path):
     study = STUDIES[name]
+    committed = json.loads((ROOT / RESULTS / name / "report.json").read_text())
+    if name == COUNTS_OPERATIONS and committed["versions"]["jax"] != jax.__version__:
+        pytest.skip("another version of JAX may lower to other operations")
     assert study.write(study.at("full"), tmp_path) == 0
-    folders = tmp_path, ROOT / RESULTS / name
-    ours, committed = (json.loads((folder / "report.json").read_text()) for folder in folders)
+    ours = json.loads((tmp_path / "report.json").read_text())
     assert ours["holds"] == committed["holds"]
     names, found = ([v["name"] for v in r["values"]] for r in (ours, committed))
     assert names == found
