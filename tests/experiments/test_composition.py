@@ -40,7 +40,7 @@ def test_a_refusal_is_a_verdict_with_its_reason():
 @pytest.mark.parametrize(
     ("preset", "feature", "verdict"),
     [
-        ("orca_max", "moving_between_engines", WORKS), ("kivi", "swapping", WORKS),
+        ("orca_max", "moving_between_engines", WORKS),
         ("vllm", "beam_search", WORKS), ("vllm", "swapping", WORKS), ("vllm", "aborting", WORKS),
         ("vllm", "pinned_prefix", WORKS), ("vllm", "adapters", WORKS),
         ("vllm", "replayed_log", WORKS),
