@@ -82,5 +82,5 @@ def columns(x_N, shape):
 
 
 def constant(value: float, shape, layout=None):
-    """layout: None is that of a tile."""
+    """layout: None means the layout of a tile."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or tile_layout())

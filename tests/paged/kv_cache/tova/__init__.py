@@ -34,8 +34,9 @@ class Options:
 
 
 def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    same, budget = vllm.sizes(config, model), config.policy_options.budget
-    width = -(-min(budget, config.max_model_len) // config.page_size)
+    same = vllm.sizes(config, model)
+    budget = min(config.policy_options.budget, config.max_model_len)
+    width = -(-budget // config.page_size)
     return replace(same, table_width=width, fits=lambda n, count: same.fits(min(n, budget), count))
 
 
