@@ -10,6 +10,10 @@ TESTS :=
 UNPINNED := \#
 PY := $(VENV)/bin/python
 
+# Images of containers often set it. Every program that a test starts would compile the sources of JAX
+# and transformers anew, two to three seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo serve notebooks report docs test test-all test-sweeps test-newest-jax test-parity test-cluster test-lm-eval test-aot compile-kernels compile-kernels-once cuda check-page load-aiperf lint format typecheck constraints clean
 .DELETE_ON_ERROR:
 .SECONDARY:
