@@ -349,7 +349,7 @@ def replayed_log(bench: Bench) -> None:
 
 PENALTIES = replace(GREEDY, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={9: 1.0})
 FEATURES: dict[str, Callable[[Bench], Any]] = {
-    "company": lambda bench: bench.company(),
+    "others_in_the_batch": lambda bench: bench.company(),
     "chunked_prompts": chunked_prompts,
     "several_tokens_a_step": lambda bench: bench.company(multi_step=4),
     "running_ahead": lambda bench: bench.company(run_ahead=True),
@@ -368,10 +368,10 @@ FEATURES: dict[str, Callable[[Bench], Any]] = {
     "adapters": lambda bench: with_adapters(bench, "a", "b", None),
     "more_adapters_than_slots": lambda bench: with_adapters(bench, "a", "b", "c"),
     "tensor_parallel": tensor_parallel,
-    "keys_of_16_bits": lambda bench: bench.variant(kv_dtype="bfloat16").company(),
+    "keys_and_values_in_16_bits": lambda bench: bench.variant(kv_dtype="bfloat16").company(),
     "w8a8": lambda bench: bench.variant(quantization="w8a8").company(),
     "sliding_window": lambda bench: bench.variant(WINDOWED).company(),
-    "no_grouped_queries": lambda bench: bench.variant(OPT).company(),
+    "multi_head_attention": lambda bench: bench.variant(OPT).company(),
     "replayed_log": replayed_log,
 }
 

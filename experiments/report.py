@@ -218,11 +218,12 @@ def summary_table(of: Sequence[Row], up: str) -> str:
 
 def _linked(row: Row, up: str) -> str:
     """The row's label, linked to its picture, report or program. The first letter of its kind
-    follows, and a star if `by_other_flags`."""
+    follows, a star if `by_other_flags`, and an arrow at a reduced setting."""
     target = next(iter(row.pictures), row.folder / "report.json" if row.result else None)
     path = (target or Path(row.study.file)).relative_to(ROOT)
     star = "*" if row.by_other_flags else ""
-    return f"[{row.label}]({up}{path})<sup>{row.said('kind')[0]}{star}</sup>"
+    reduced = "↓" if row.said("setting")["level"] == "reduced" else ""
+    return f"[{row.label}]({up}{path})<sup>{row.said('kind')[0]}{star}{reduced}</sup>"
 
 
 def paper_table(of: Sequence[Row], paper: str, up: str) -> str:

@@ -149,6 +149,7 @@ class Study[F: Flags, R]:
     """A study. Its functions of rows have the parameters (flags, rows).
 
     file: `__file__` of its module.
+    title: the heading of its report and picture.
     kind: one of KINDS. A 'not run' study is reported as 'measured' once its claim is decided.
     claim, rule: the claim, and the rule that decides it, in words.
     holds: values -> whether the claim holds; undecided if a value that it needs is missing.
@@ -156,12 +157,14 @@ class Study[F: Flags, R]:
     measure: yields rows, frozen dataclasses of one class; raises Refused for flags that turn out
         not to work.
     values: numbers by name; None or nan for unmeasured ones.
+    draw: draws the rows into `figure`; `size` is its width and height in inches.
     paper: the paper's values by name, each a number or (least, most). Other values have no
         counterpart in the paper.
     tolerance: largest relative difference from the paper's value.
     check: raises ValueError for invalid combinations of flags, before any work.
     table: the rows as text.
-    quick, full: flags that differ from the defaults, by scale. `setting` describes `full`.
+    setting: what `full` runs, how it differs from the paper's setting, and its level.
+    quick, full: flags that differ from the defaults, by scale.
     minutes: run times of `quick` and `full`, on two cores.
     needs: requirements of the machine beside two cores.
     command: the command for the paper's setting, if it needs the paper's model or GPU.

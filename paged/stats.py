@@ -53,9 +53,9 @@ class EngineStats:
     waiting: int = described(0, "requests that wait")
     kv_bytes: Mapping[str, int] = _gauges("pool", "KV memory in use, by pool")
     kv_bytes_total: Mapping[str, int] = _gauges("pool", "KV memory that there is, by pool")
-    kv_tokens: Mapping[str, int] = _gauges("kind", "KV memory in tokens, by what it serves for")
+    kv_tokens: Mapping[str, int] = _gauges("kind", "KV memory in tokens, by what it holds")
     policy: Mapping[str, float] = _gauges(
-        "figure", "what the KV policy saves, of the requests that run"
+        "figure", "the KV policy's own figures of requests that run, such as tokens kept or read"
     )
     adapters: frozenset[str] = field(
         default=frozenset(),

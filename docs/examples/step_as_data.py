@@ -19,6 +19,7 @@ from paged.step_inputs import FROM_DEVICE, StepInputs
 
 PICTURE = Path(__file__).parents[1] / "step.png"
 P = 4  # tokens of a page
+NOWHERE = -2  # of padding: its key and value are dropped
 SHOWN = ("tokens", "positions", "token_rows", "query_starts", "lengths", "last_tokens", "tables")
 
 
@@ -53,11 +54,11 @@ def step() -> StepInputs:
 
 
 def slot_mapping(inputs: StepInputs) -> np.ndarray:
-    """[T] where each token's key and value go: page * P + offset. Padding goes to page 0."""
+    """[T] where each token's key and value go: page * P + offset. NOWHERE for padding."""
     row = np.minimum(inputs.token_rows, len(inputs.lengths) - 1)
     page = np.asarray(inputs.tables)[row, inputs.positions // P]
     slots = page * P + inputs.positions % P
-    return np.where(inputs.token_rows < len(inputs.lengths), slots, inputs.positions % P)
+    return np.where(inputs.token_rows < len(inputs.lengths), slots, NOWHERE)
 
 
 def colour(row: int) -> str:
@@ -69,7 +70,7 @@ def cells(axes: Axes, y: float, name: str, values, rows, x: int = 0) -> None:
     """A row of numbers, each in the colour of the request that it is of."""
     axes.text(x - 0.3, y + 0.4, name, ha="right", va="center", fontsize="small")
     for at, (value, row) in enumerate(zip(values, rows, strict=True), x):
-        text = "device" if value == FROM_DEVICE else str(value)
+        text = {FROM_DEVICE: "device", NOWHERE: "–"}.get(int(value), str(value))
         size = "xx-small" if value == FROM_DEVICE else "small"
         face = colour(row)
         ink = "#777777" if face == FREE else "white"
@@ -100,7 +101,7 @@ def draw(axes: Axes, inputs: StepInputs) -> None:
         cells(axes, 6 - column, name, tables[:, column], live)
     cells(axes, 6, "query_starts", inputs.query_starts, [*range(Sp), S], 11)
 
-    axes.text(0, 2.8, "KV pages of a layer and head: dark is written by this step, light is read",
+    axes.text(0, 2.8, "KV pages of a layer and head: colours are read, dark ones also written",
               weight="bold", fontsize="small")  # fmt: skip
     written = {int(slot): int(row) for slot, row in zip(slots, rows) if row < S}
     kept = {

@@ -13,7 +13,8 @@ class Pool:
 
     num_host_units: units of the host's memory. Unit 0 is padding.
     null_unit: unit of padding; no sequence owns or reads it.
-    units_per_call: units that a program swaps. Programs that copy have `copy_sizes` units.
+    units_per_call: units that one call of a swapping program moves; a call that copies moves
+        `copy_sizes` units.
     max_copies: most units that are copied before a step.
     unit_bytes: bytes of one unit, on all shards together.
     """
@@ -61,11 +62,11 @@ class Moves:
 
     def export_slot(self, slot: int, key: int) -> None:
         """Export a slot's state. If a copy into the slot is still due, its parent has the state."""
-        assert slot not in dict(self.slot_imports).values(), f"slot {slot} is not back yet"
+        assert slot not in dict(self.slot_imports).values(), f"slot {slot} is yet to be swapped in"
         self.slot_exports.append((self.source_of(slot), key))
 
     def copy_slot(self, parent: int, child: int) -> None:
-        """Copy a slot's state from its place before these moves."""
+        """Copy the state that `parent` has before these moves to `child`."""
         self.slot_copies.append((self.source_of(parent), child))
 
     def source_of(self, slot: int) -> int:

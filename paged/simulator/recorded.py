@@ -59,7 +59,7 @@ class RecordedTokens:
             if len(recorded) < count or NO_TOKEN in recorded:
                 raise ValueError(
                     f"step {number}: {count} tokens are to be sampled in slot {slot}, and the log "
-                    f"does not hold them: the schedule is another one"
+                    f"does not hold them: this schedule differs from the recorded one"
                 )
             tokens[:count, row] = recorded
         report = jax.tree.map(
@@ -87,9 +87,10 @@ class RecordedTokens:
 class RecordedAncestry:
     """The number of children of each beam, by step, in recorded beam searches.
 
-    searches: for each search, step and live beam after the step, the index of its parent among the
-        beams before the step. Before the first step there is one beam. A request with more steps
-        than its search repeats the search from the second step on.
+    searches: recorded searches, each a list of steps. A step lists, for each beam that is live
+        after it, the index of the beam's parent among the beams before it. Before the first step
+        there is one beam. A request with more steps than its search repeats the search from the
+        second step on.
     """
 
     def __init__(self, searches: Sequence[Sequence[Sequence[int]]]):
@@ -106,8 +107,8 @@ class RecordedAncestry:
 
 
 def _children(parents: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Numbers of children, by step. Beams are renumbered in the order of their parents, because a
-    search without a model has no other order of beams."""
+    """Numbers of children, by step. After each step, beams are renumbered in the order of their
+    parents. Children of one parent need no order: without a model, all candidates score alike."""
     steps, place = [], [0]  # new number of each recorded beam
     for of_step in parents:
         ours = np.array([place[parent] for parent in of_step])

@@ -17,7 +17,7 @@ from pallas_kernels.page_selection import reference, select_sm90, write_sm90, xl
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 SELECT = {"reference": reference.select, "xla": xla.select, "mosaic_gpu": select_sm90.select}
-# until the kernel has been timed on a GPU
+# XLA, until the kernel of Mosaic has been timed on a GPU.
 DEFAULT_WRITE = "xla"
 
 
@@ -126,7 +126,7 @@ def select_pages(
     A logical page's score is the sum over channels of max(q * k_max, q * k_min), an upper bound of
     q·k for its keys. A page's score is the maximum over its logical pages and the row's queries.
 
-    q: [R, G, D]; a row is a sequence's KV head with all of its query heads, or one query head.
+    q: [R, G, D]. A row has the G query heads of one KV head of a sequence, or one query head.
     statistics: [N, C, 2D].
     tables: [R, M] int32 page ids in token order.
     num_pages: [R] int32, the row's number of pages with tokens. The last page is not scored,

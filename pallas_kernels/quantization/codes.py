@@ -1,11 +1,11 @@
-"""Codes of tokens in planes, the order in which plain jnp multiplies them.
+"""Products with quantised tokens in plain jnp. Codes are unpacked into planes, a fast order.
 
 A byte holds n = 8 / bits elements. To unpack bytes in channel order, XLA on CPUs writes each
 element separately, which takes longer than attention. So codes are unpacked in planes: for each
 group first the first element of all bytes, then the second element of all bytes, and so on.
 Elements are masked and not shifted, so an element of plane i is 2 ** (i * bits) times as large as
 its code. Outside of the loops over tokens, queries are permuted from channel order to planes, and
-sums of values from planes to channel order. Floats stay in channel order.
+sums of values from planes to channel order. Unquantised elements stay in channel order.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ def out_of_planes(sums, format: KVFormat):
 class Codes:
     """Unpacked tokens of pages.
 
-    codes: [..., T, D] float32, in planes; floats in channel order.
+    codes: [..., T, D] float32, in planes; unquantised elements in channel order.
     scale, zero: [..., T, g] float32.
     """
 
@@ -60,7 +60,7 @@ class Codes:
 
     @classmethod
     def unpacked(cls, words, scales, format: KVFormat) -> "Codes":
-        """`Codes` of words of codes [..., T, C] and of scales [..., T, g]. Floats have scale 1."""
+        """From packed words [..., T, C] and scales [..., T, g]. Unquantised tokens have scale 1."""
         if format.scaled:
             # Without the barrier XLA would convert a scale to float32 again for each query.
             scale, zero = jax.lax.optimization_barrier(split(scales))
@@ -69,7 +69,7 @@ class Codes:
         return cls(unpack(words, format), one, jnp.zeros_like(one), format)
 
     def products(self, queries: Queries):
-        """q·x [..., R, T] float32."""
+        """Products q·x [..., R, T] float32 of queries and tokens."""
         parts, products = jnp.split(queries.planes, self.scale.shape[-1], axis=-1), jnp.float32(0)
         for i, (part, (codes, scale, zero)) in enumerate(zip(parts, self._groups())):
             scaled = _dots(part, codes) * scale[..., None, :]

@@ -119,16 +119,20 @@ def test_prompts_and_the_scores_that_their_tokens_received(implementation, last_
 
 
 @pytest.mark.parametrize(
-    "implementation", ["xla", "reference", pytest.param("mosaic_gpu", marks=pytest.mark.slow)]
+    ("implementation", "which"),  # which of q, k and v
+    [
+        *((name, (number,)) for name in ("xla", "reference") for number in range(3)),
+        pytest.param("mosaic_gpu", (0, 1, 2), marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("which", [0, 1, 2])  # of q, k, v
 def test_a_prompt_that_is_not_finite_reaches_no_other(implementation, which):
     rng, starts, T = np.random.default_rng(3), [0, 70, 90, 150], 160
     D, dtype = (64, "float16") if implementation == "mosaic_gpu" else (32, "float32")
     arrays = [rng.normal(size=(T, h, D)).astype(dtype) for h in (K * G, K, K)]
     run = partial(run_op, prompt_attention, implementation=implementation)
     out, sums = run(*arrays, jnp.array(starts))
-    arrays[which][72], arrays[which][73] = np.nan, np.inf
+    for number in which:
+        arrays[number][72], arrays[number][73] = np.nan, np.inf
     harmed, harmed_sums = run(*arrays, jnp.array(starts))
     assert np.isnan(harmed[73:90]).any()
     for prompt in (slice(0, 70), slice(90, 150)):

@@ -46,8 +46,8 @@ def measure(flags: SelectionFlags, _) -> Iterator[Row]:
 
 @gpu.with_knobs("selection_over_attention_lserve_128k", "reused_over_attention_lserve_128k")
 def values(rows: Sequence[Row]) -> Values:
-    """Numbers by system and length, at the lengths of SHOWN. In SYSTEM_split a head is
-    split over multiprocessors.
+    """Numbers by system and length, at the lengths of SHOWN. Kernels of a system whose
+    name ends in `_split` split a head's tokens over multiprocessors.
 
     selection_ms_*, attention_ms_*: milliseconds of a selection, and of a token's attention.
     selection_over_attention_*: a selection over a token's attention.
@@ -70,9 +70,9 @@ STUDY = Study(
     __file__,
     title="A selection of pages beside the attention over it (LServe Fig. 14)",
     kind="simulated",
-    claim="at 128k a selection (0.24 ms) takes twice the attention over 4,096 tokens (0.12 ms), "
-    "and reused by 4 tokens half of it",
-    rule="at 128k a selection takes longer than attention, and a quarter of it less",
+    claim="at 128k a selection (0.24 ms) takes twice as long as attention over 4,096 tokens "
+    "(0.12 ms); reused by 4 tokens, it costs each token half as much as attention",
+    rule="at 128k a selection takes at least as long as attention, a quarter of it at most as long",
     holds=lambda v: v["selection_over_attention_lserve_128k"] >= 1
     and v["reused_over_attention_lserve_128k"] <= 1,
     setting=Setting(

@@ -18,7 +18,7 @@ STUDY = text_generation.study(
     claim="Punica generates 441 to 446 tokens/s whatever the popularity, vLLM 21 to 25 unless all "
     "requests are of one adapter",
     here="Llama-2-70B, eight A100-40",
-    differs="that the host's time grows with the GPUs is a constant from this figure's vLLM",
+    differs="the growth of the host's time with the GPUs is fitted to vLLM's rate in this figure",
     paper={f"70b_vllm_{p}": APART for p in ("distinct", "uniform", "skewed")}
     | {"70b_vllm_identical": 457.0},
     minutes=(1, 9),

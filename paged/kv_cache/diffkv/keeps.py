@@ -1,21 +1,22 @@
-"""The kept tokens of each KV head: by score (`compression.Rules`), by age (`Rest`) or, in streaming
-heads, by position. By age and by position, the precision and place of each token depend only on
-the number of tokens.
+"""Which tokens each KV head keeps. A `Keeper` decides by score (`compression.Rules`), by age
+(`Rest`) or, in streaming heads, by position. By age and by position, the precision and place of
+each token depend only on the number of tokens.
 
-KIVI (arXiv:2402.02750): the newest tokens (the rest) are in 16 bits, all others in few bits. Keys
-have a scale for each channel and group of tokens, values for each token and group of channels.
+KIVI (arXiv:2402.02750): the newest tokens (the rest; the paper's residual) are in 16 bits, all
+others in few bits. Keys have a scale for each channel and group of tokens, values for each token
+and group of channels.
 
 The rest is a ring of whole groups in the highest precision. A new token replaces the oldest one. If
 the oldest token is the first of its group, the whole group is quantised and written. The group's
 other tokens are read unquantised until they are replaced.
 
-So a rest of R tokens always holds the newest R keys and values. In the paper the rest of values
-does, too, but the rest of keys has 0 to R - 1 tokens. No token is dropped. The state after a prompt
+So a rest of R tokens always holds the newest R keys and values. In the paper R values are
+unquantised, too, but between 0 and R - 1 keys. No token is dropped. The state after a prompt
 equals the state after generating the same tokens.
 
-Streaming heads (LServe §3.3, DuoAttention) keep a sink and the last tokens, for any scores, all in
-the highest precision. The last tokens are a ring behind the sink. A new token replaces the token
-that leaves the window. Queries of a prompt attend to the whole prompt, as in other heads; the
+Streaming heads (LServe §3.3, DuoAttention) keep a sink and the last tokens, whatever their scores,
+all in the highest precision. The last tokens are a ring behind the sink. A new token replaces the
+token that leaves the window. Queries of a prompt attend to the whole prompt, as in other heads; the
 window applies from the first generated token on.
 """
 
@@ -83,7 +84,7 @@ class Rest:
         return positions % self.tokens
 
     def positions(self, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Positions of a sequence's tokens in each precision, by place."""
+        """Positions of a sequence's tokens in each precision, in the order of their places."""
         beyond = self.beyond(num_tokens)
         return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
 
@@ -98,8 +99,11 @@ class Rest:
         return Decision(arrives, replaces, at)
 
     def groups(self, lengths_S, starts_S, k_TxKxD, v_TxKxD) -> Groups:
-        """The prompts' groups that have a token outside the rest. Prompts are whole, so each group
-        has all of its tokens. starts: [S] int32, index of each prompt's first token."""
+        """The prompts' groups that have a token outside the rest. The rows hold all tokens of
+        the prompts, so each group is complete.
+
+        starts: [S] int32, index of each prompt's first token.
+        """
         T, K, D = k_TxKxD.shape
         counts = (self.beyond(lengths_S) + self.group - 1) // self.group
         row, number, live = listed(counts, 0, max(1, T // self.group))
@@ -115,9 +119,13 @@ class Rest:
         self, words, tables_RxM, run: Run, formats: tuple[PageFormat, ...], positions_R, begins_R,
         page_R, at_R,
     ):  # fmt: skip
-        """Quantise the oldest group of each row where `begins` is true, and write it at `at` of
-        `page` in the lower precision. Must run before new tokens at `positions` replace the group.
-        run: columns of the rest's pages in the tables."""
+        """Quantise the oldest group of some rows, and write it in the lower precision. Must run
+        before new tokens at `positions` replace the group.
+
+        run: columns of the rest's pages in the tables.
+        begins: [R] bool, rows whose oldest token is the first of its group; others do nothing.
+        page, at: [R] int32, page that gets the group, and the group's first place in it.
+        """
         (highest, low), N, t = formats, len(words), self.group
 
         def body(trip, words):

@@ -29,6 +29,37 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+# The two longest come first, so that two workers end together.
+def test_adapters_add_kernels_and_bytes_and_no_all_reduce(tmp_path):
+    done = run(
+        "--model=llama-2-70b", f"--layers={LAYERS}", "--decodes=32", "--context=2048",
+        "--tensor_parallel=8", "--adapter_slots=32", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["collectives"] == {"all-reduce": 2 * LAYERS}
+    assert report["sgmv_kernels"] == 2 * 7 * LAYERS and report["spilled"] == 0
+    assert report["mosaic_kernels"] == report["sgmv_kernels"] + 2 * LAYERS
+    # A and B of seven projections on one of eight GPUs: a rank's A is split where the input is,
+    # its B where the output is.
+    split = (8192 + 2 * 1024 + 2 * 28672) // 8 + 8192 // 8 + 28672 // 8
+    whole = 5 * 8192 + 2 * 8192
+    assert report["floor"]["adapters"] == 32 * 16 * (split + whole) * 2
+
+
+def test_lserves_step_selects_pages_and_attends_with_kernels_and_plans_once(tmp_path):
+    done = run(
+        "--model=llama-3-8b", f"--layers={LAYERS}", "--policy=lserve", "--page_size=64",
+        "--decodes=16", "--context=65536", "--whole_products", f"--output_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["mosaic_kernels"] == 3 * LAYERS and report["spilled"] == 0
+    assert 0 < report["plan_kernels"] < 60
+    moved = sum(kernel["read"] + kernel["written"] for kernel in report["kernels"])
+    assert moved <= 1.06 * sum(report["floor"].values())
+
+
 @pytest.fixture(scope="module", params=[1, 8], ids=lambda size: f"{size}gpu")
 def report(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
@@ -68,33 +99,3 @@ def test_sequences_that_do_not_fit_are_refused():
     done = run("--model=llama-2-13b", "--decodes=64")
     assert done.returncode == 1
     assert "need a KV cache of 262144 tokens, but h200 has room for 96396" in done.stderr
-
-
-def test_adapters_add_kernels_and_bytes_and_no_all_reduce(tmp_path):
-    done = run(
-        "--model=llama-2-70b", f"--layers={LAYERS}", "--decodes=32", "--context=2048",
-        "--tensor_parallel=8", "--adapter_slots=32", f"--output_dir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["collectives"] == {"all-reduce": 2 * LAYERS}
-    assert report["sgmv_kernels"] == 2 * 7 * LAYERS and report["spilled"] == 0
-    assert report["mosaic_kernels"] == report["sgmv_kernels"] + 2 * LAYERS
-    # A and B of seven projections on one of eight GPUs: a rank's A is split where the input is,
-    # its B where the output is.
-    split = (8192 + 2 * 1024 + 2 * 28672) // 8 + 8192 // 8 + 28672 // 8
-    whole = 5 * 8192 + 2 * 8192
-    assert report["floor"]["adapters"] == 32 * 16 * (split + whole) * 2
-
-
-def test_lserves_step_selects_pages_and_attends_with_kernels_and_plans_once(tmp_path):
-    done = run(
-        "--model=llama-3-8b", f"--layers={LAYERS}", "--policy=lserve", "--page_size=64",
-        "--decodes=16", "--context=65536", "--whole_products", f"--output_dir={tmp_path}",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["mosaic_kernels"] == 3 * LAYERS and report["spilled"] == 0
-    assert 0 < report["plan_kernels"] < 60
-    moved = sum(kernel["read"] + kernel["written"] for kernel in report["kernels"])
-    assert moved <= 1.06 * sum(report["floor"].values())

@@ -1,4 +1,4 @@
-"""What requests expect that name an adapter whose training is on record."""
+"""Expected answers of requests whose adapter has a training record (training.json)."""
 
 import json
 from types import SimpleNamespace

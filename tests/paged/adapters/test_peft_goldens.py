@@ -6,7 +6,7 @@ from paged import Engine, EngineConfig, SamplingParams
 from tests.models.goldens import ADAPTER_CASES, adapter_golden, golden
 from tests.paged.tiny import padded
 
-pytestmark = pytest.mark.slow  # engines compile; `test_peft.py` has PEFT's logits
+pytestmark = pytest.mark.slow  # engines compile; tests/models/test_peft.py compares logits
 CONFIG = EngineConfig(
     max_num_seqs=4, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=32,
     page_size=4, kv_cache_tokens=128, adapter_slots=1, max_adapter_rank=48,

@@ -1,5 +1,5 @@
-"""EleutherAI's evaluation harness against the server, as researchers evaluate over HTTP, beside the
-model as one dense forward pass."""
+"""EleutherAI's evaluation harness over HTTP against the server. Its results must equal those of one
+dense forward pass of the model."""
 
 import json
 import os
@@ -57,7 +57,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 
 @pytest.fixture(scope="module")
 def questions() -> list[dict]:
-    """Of each: a prompt, its answer, and as choices the answer and another question's."""
+    """Prompts, each with its answer and two choices: the answer and another question's."""
     prompts = tasks.make_prompts("needle", 256, 4, seed=3)
     answers = [prompt.answer for prompt in prompts]
     return [
@@ -98,8 +98,8 @@ def expected():
 
 
 def test_tasks(server: Served, questions, expected, tmp_path: Path):
-    """The program itself. It sends the text of the end-of-sequence token as a stop string, which
-    means the token."""
+    """The command `lm_eval`. It sends the text of the end-of-sequence token as a stop string. The
+    server stops at the token."""
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
     for name, task in TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(task + COMMON)
@@ -137,8 +137,8 @@ class Bare(LocalCompletionsAPI):
 
 
 def test_texts_without_special_tokens(server: Served, questions, expected):
-    """The harness counts a prompt's tokens without special ones: with one more, its sums would
-    begin too early."""
+    """The harness counts a prompt's tokens without special tokens. If the server added one, the
+    harness would sum log-probabilities from one token too early."""
     how = {
         "model": "bundled", "base_url": f"{server.url}/v1/completions", "tokenizer": str(BUNDLED),
         "tokenizer_backend": "huggingface", "tokenized_requests": False, "max_retries": 1,
