@@ -48,11 +48,16 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """name: under which the policy is registered. oracle: the `attend` of one whole sequence, given
-    the length of its prompt, that tells what the policy computes; None: it has only its twin, the
-    request alone. config: what its EngineConfig has otherwise than CONFIG. slow: the quick tests
-    leave it out, and it runs in multi-steps but in the sweeps: whether a step is one says the
-    engine alone, which the quick cases try both ways. swept: the sweeps alone have it."""
+    """A policy, and how the suite tests it.
+
+    name: the name under which the suite registers the policy.
+    oracle: `attend` of one whole sequence, made from the length of its prompt; None for a policy
+        that is compared only with itself, each request alone.
+    config: fields of its EngineConfig that differ from CONFIG.
+    slow: not in the quick tests. Four tokens a step, except in the sweeps; the quick cases try one
+        token a step, too.
+    swept: in the sweeps only.
+    """
 
     name: str
     policy: Policy

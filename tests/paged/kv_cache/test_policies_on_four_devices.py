@@ -66,9 +66,10 @@ def test_tokens_are_those_of_one_device(served, case):
 
 @by_policy
 def test_queries_travel_where_they_decide_together(served, case):
-    """Beside the two all-reduces of a layer, which a scan holds once: those of generated tokens,
-    where the scores of a KV head's query heads select pages, and of prompts too, where they keep
-    tokens. Of the two programs one is of decodes alone. TOVA all-reduces its weights."""
+    """Each layer has two all-reduces; a scan over layers has one layer's. A policy that selects
+    pages by all query heads of a KV head gathers the queries of generated tokens; a policy that
+    keeps tokens by them gathers those of prompts, too. One of the two programs has no prompts.
+    TOVA all-reduces its weights."""
     times = {lserve.Options: [1, 1], diffkv.Options: [1, 2]}.get(case.policy.options, [0, 0])
     programs = served[case.name]["4"]["collectives"]
     assert sorted(counts.get("all-gather", 0) for counts in programs) == times
