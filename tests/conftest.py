@@ -1,4 +1,4 @@
-"""Engines of equal configuration compile equal programs: each is compiled once in a test run."""
+"""JAX's settings for a test run: equal programs are compiled once, in a shared cache."""
 
 import atexit
 import gc
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-# Set before JAX is imported, for pytest's workers and the programs that tests start as well.
+# JAX reads these when it is imported, in pytest's workers and in programs that tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="paged_jax_")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# What interpreted GPU kernels need so as not to wait for each other's threads.
+# With too few threads, the threads of interpreted GPU kernels wait for each other.
 os.environ.setdefault("PJRT_NPROC", "8")
-# Most programs of tests run a few times only: XLA would be longer at improving them.
+# Most programs of tests run only a few times: XLA's optimisation takes longer than it saves.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 MAPS = Path("/proc/self/maps")
@@ -27,10 +27,10 @@ MOST_MAPS = 20_000
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps():
-    """A worker that has compiled thousands of programs forgets those of former modules."""
+    """Drop JAX's compiled programs after a module, once the worker has too many memory maps."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
-        import jax  # not before the settings above
+        import jax  # after the settings above
 
         jax.clear_caches()
         gc.collect()

@@ -37,7 +37,7 @@ def paths(pages: list[Path]):
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as the code host and MyST make them."""
+    """Anchors of the page's headings, as the code host and MyST make them."""
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -72,7 +72,7 @@ def test_tables_are_those_of_the_results(page, rows):
 
 
 def marks(page: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """Of each mark: the text before it that it speaks of, the folder, what it names."""
+    """(text before the mark, folder, names) of each mark: the names are numbers of that text."""
     text, end = page.read_text(), 0
     for mark in MARK.finditer(text):
         before = text[end : mark.start()].rstrip()
@@ -85,8 +85,10 @@ def marks(page: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def printed(block: str) -> list[tuple[float, float, float]]:
-    """Numbers of a text: what stands there, the unit's factor, half of the last digit. Code, the
-    paper's numbers and names as Fig. 2 are none."""
+    """(number, factor of its unit, half of its last digit) for each number in a text.
+
+    Code, the paper's numbers and references such as Fig. 2 do not count.
+    """
     if not block.startswith("```"):
         block = re.sub(
             r"`[^`]*`|\]\([^)]*\)|\(paper: [^)]*\)|(§|Figs?\. |Table )[\d.]+", " ", block
@@ -100,8 +102,13 @@ def printed(block: str) -> list[tuple[float, float, float]]:
 
 
 def disagreements(block: str, numbers: dict[str, float], names: list[str]) -> Iterator[str]:
-    """A name is a number of the summary that the text prints, with its sign changed after '-';
-    NAME=VALUE one that it tells in words; a bare number is of the setting."""
+    """Names whose number the text lacks, and numbers of the text that no name covers.
+
+    NAME: a number of the summary, which the text prints.
+    -NAME: the same with its sign changed.
+    NAME=VALUE: a number that the text states in words.
+    A bare number: a value of the setting.
+    """
     left = printed(block)
 
     def take(value: float) -> bool:
@@ -203,7 +210,7 @@ def test_flags_of_results_name_no_path_of_a_machine():
 
 
 def commands() -> list[tuple[str, str]]:
-    """Module and arguments, once each."""
+    """(module, arguments) of each command, once each."""
     found = {pair: None for page in PAGES for pair in COMMAND.findall(page.read_text())}
     return [(module, rest) for module, rest in found if module.split(".")[0] != "pip"]
 
@@ -242,7 +249,7 @@ def test_make_has_the_targets_that_are_named():
         for target in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE)
     }
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    targets |= {"test", "test-all", "test-sweeps"}  # on one line
+    targets |= {"test", "test-all", "test-sweeps"}  # three targets share a line of the Makefile
     assert named and named <= targets, named - targets
 
 

@@ -18,7 +18,8 @@ exit 127
 
 
 def python(version: tuple[int, ...], without: str | None = None) -> str:
-    """Body of a shell script that runs its `-c` argument as Python `version`, less one module."""
+    """Body of a script that runs its `-c` argument as Python `version`, less the module
+    `without`."""
     pretend = (
         f"import sys; sys.version_info = {version}; sys.modules[{without!r}] = None; "
         "sys.executable = sys.argv[1]; exec(sys.argv[3])"
@@ -75,7 +76,7 @@ GOOD = python((3, 13, 1))
         # Shims that fail and old Pythons are passed over.
         ({"python3.13": SHIM, "python3.12": python((3, 11, 7)), "python3": GOOD}, "python3"),
         ({"python3.13": GOOD, "python3.12": GOOD, "python3": python((3, 14, 0))}, "python3.13"),
-        # As are those that cannot make environments.
+        # Pythons that cannot make environments are passed over as well.
         *(
             ({"python3.13": python((3, 13, 0), without=module), "python3": GOOD}, "python3")
             for module in ("venv", "ensurepip", "ssl", "ctypes")

@@ -16,9 +16,11 @@ FIRST_PARTY = {*LAYERS, "tests", "configs"}
 
 
 def imported(source: str, modules: Collection[str] = ()) -> set[str]:
-    """Names of modules in the imports of `source`, wherever these stand. `from a import b` names
-    a.b if that is one of `modules`, else a. That a module's packages are imported with it does not
-    count: they may import what they hold."""
+    """Modules that `source` imports, at its top or inside functions.
+
+    `from a import b` names a.b if that is one of `modules`, else a. Parent packages, which Python
+    imports too, do not count: they may import the modules that they hold.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -72,7 +74,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """In functions and for types neither: an import there would only hide the circle."""
+    """Imports in functions and for types count as well: they would only hide a circle."""
     graph = import_graph()
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the modules
 
@@ -83,7 +85,7 @@ def room_of(module: str) -> str:
 
 
 def test_no_room_of_the_engine_imports_itself_through_others() -> None:
-    """So that each can be read with those below it: requests, kv_cache, config, scheduling, …"""
+    """Each folder can then be read with those below it: requests, kv_cache, config, …"""
     rooms: dict[str, set[str]] = {}
     for name, used in import_graph().items():
         if name.startswith("paged."):
@@ -93,7 +95,7 @@ def test_no_room_of_the_engine_imports_itself_through_others() -> None:
 
 
 def test_only_the_server_needs_the_extra_serve() -> None:
-    """And only what one launches needs the server."""
+    """Only programs outside experiments.lib import the server."""
     extra = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"}
     server, site = ROOT / "paged" / "server", ROOT / "experiments" / "report.py"
     for layer in LAYERS:
@@ -108,7 +110,7 @@ def test_only_the_server_needs_the_extra_serve() -> None:
 
 
 def test_serving_without_kernels_imports_no_mosaic() -> None:
-    """Its import takes a quarter of a program's start."""
+    """The import of Mosaic takes a quarter of a program's start."""
     program = """
 import sys, jax, experiments.serve
 from models import params

@@ -1,6 +1,8 @@
-"""A policy is named in its own folders (kernels, policy, paper), where it is registered, and in
-configurations: no other module knows one. That a program imports a paper's study names a paper.
-An op is named in its own folder and in the registry of ops: no tool knows one."""
+"""A policy is named in its own folders (kernels, policy, paper), in registrations and in
+configurations: no other module names one. An import of a paper's study names a paper, not a policy.
+
+An op is named in its own folder and in the registry of ops: no tool names one.
+"""
 
 import ast
 import re
@@ -12,7 +14,7 @@ import pytest
 from pallas_kernels.ops import OPS
 
 ROOT = Path(__file__).parents[1]
-# Of each policy with a folder but vllm, whose halves are the base of others.
+# Every policy with a folder counts but vllm, whose halves are the base of others.
 NAMES = tuple(
     init.parent.name
     for init in sorted((ROOT / "paged/kv_cache").glob("*/__init__.py"))
@@ -28,7 +30,7 @@ CONFIGURATIONS = (
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Identifiers, imported names and texts of a module's code; what documents it is no code."""
+    """Identifiers, imported names and texts of a module's code, docstrings excluded."""
     tree = ast.parse(source)
     documents = set()
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The bundled model's tokenizer, a tiny random model that it fits, and that model's engine."""
+"""The bundled model's tokenizer, a tiny random model that it fits, and an engine of that model."""
 
 import os
 import re
@@ -23,7 +23,7 @@ TINY = ModelConfig(
     num_heads=4, num_kv_heads=2, head_dim=8, max_position_embeddings=1024, qk_norm=True,
     bos_token_id=1, eos_token_ids=(2,),
 )  # fmt: skip
-# One sequence at a time: two programs to compile, once for all tests.
+# One sequence at a time needs only two compiled programs, which all tests share.
 SERVED = EngineConfig(
     max_num_seqs=1, max_num_batched_tokens=64, max_prefills_per_step=1, max_model_len=256,
     kv_cache_tokens=512,
@@ -34,7 +34,8 @@ def interrupted(
     program: str, arguments: list[str], at: str, signal: int, stderr: Path,
     before: Callable[[], object] = lambda: None,
 ) -> tuple[int, str, str]:  # fmt: skip
-    """Exit status, output and errors of a program that gets a signal once its errors match `at`."""
+    """Run a program and send it `signal` once its stderr matches `at`, after `before()`: (exit
+    status, stdout, stderr)."""
     with subprocess.Popen(
         [sys.executable, "-m", f"experiments.{program}", *arguments],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr.open("w"), text=True,

@@ -1,4 +1,4 @@
-"""A random run of an engine: all that can come in, at random rounds."""
+"""A random run of an engine: all kinds of calls, at random rounds."""
 
 import contextlib
 import json
@@ -10,19 +10,21 @@ from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY
 
-# A cache of 80 tokens holds such a request and 16 pinned tokens, whatever its pages; one of
-# GROUPS_FROM tokens three sequences.
+# A cache of 80 tokens holds the longest request and 16 pinned tokens, whatever the page size; a
+# cache of GROUPS_FROM tokens holds three such sequences.
 LONGEST_PROMPT, MOST_TOKENS, GROUPS_FROM = 24, 20, 160
 
 
 def chance(rng: random.Random, percent: int) -> bool:
-    """True so often; from a `rng` of hypothesis, failures shrink towards False."""
+    """True with a chance of `percent`; if hypothesis made `rng`, failures shrink towards False."""
     return rng.randrange(100) >= 100 - percent
 
 
 def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = False) -> list[dict]:
-    """The log of a run, as JSON has it, with the adapters that `engine` knows. rich: with all
-    sampling parameters that change tokens."""
+    """The log of a random run, as JSON, with the adapters that `engine` knows.
+
+    rich: requests use all sampling parameters that change tokens.
+    """
     shared = [[rng.randint(3, TINY.vocab_size - 1) for _ in range(16)] for _ in range(2)]
     salts, adapters = ["", "b"], [None, *engine.adapters.names]
 
@@ -55,7 +57,7 @@ def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = Fal
         return prompt, SamplingParams(**how)
 
     if engine.config.prefix_caching and chance(rng, 60):
-        with contextlib.suppress(ValueError):  # its adapter could not be loaded
+        with contextlib.suppress(ValueError):  # the adapter could not be loaded
             engine.pin_prefix(shared[0], rng.choice(salts), rng.choice(adapters))
     names: set[str] = set()
     for _ in range(rounds):
@@ -71,7 +73,7 @@ def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = Fal
         if chance(rng, 3):
             engine.generate(*zip(request(), request()))  # type: ignore[arg-type]
         if chance(rng, 3):
-            next(engine.stream(*request()))  # and closed after its first output
+            next(engine.stream(*request()))  # the stream is closed after its first output
         engine.step()
     if chance(rng, 50):
         while engine.has_unfinished():

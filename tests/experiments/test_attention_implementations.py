@@ -1,4 +1,4 @@
-"""The engine over kernels made for GPUs, which Pallas interprets here: slowly, so all is small."""
+"""The engine over GPU kernels: Pallas interprets them here, slowly, so all sizes are small."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ CONFIG = EngineConfig(
     max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=32,
     page_size=16, kv_cache_tokens=64, watermark=0.0, multi_step=2,
 )  # fmt: skip
-NEAR_TIE = 0.02  # of logits: as far as float16 sums in another order may move them
+NEAR_TIE = 0.02  # the most that float16 sums in another order move a logit
 PROMPTS = [[7, 23, 5, 11, 42], list(range(3, 18))]
 
 
@@ -34,8 +34,11 @@ def params():
 
 @pytest.mark.slow
 def test_the_engine_serves_with_mosaic_kernels(params):
-    """Each token is the most probable one, or nearly, by full recomputation. The second prompt
-    grows beyond its page; decodes run in a loop over iterations, or beside a prompt."""
+    """Each token is the most probable one of a full recomputation, or nearly so.
+
+    The second prompt grows beyond its page; decodes run in a loop over iterations, or beside a
+    prompt.
+    """
     engine = Engine.from_model(params, MODEL, CONFIG, implementation="mosaic_gpu")
     outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))
     for output in outputs:

@@ -1,5 +1,5 @@
-"""Every bad flag of the programs that serve a model: one line that says what is wrong and what is
-allowed, before the weights are read."""
+"""Bad flags of the programs that serve a model: each is refused before the weights are read, in one
+line that names the fault and the allowed values."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from tests.experiments.conftest import TINY
 from tests.models import peft_folders
 
 ROOT = Path(__file__).parents[2]
-# Runs each program once for each list of arguments, as its command line would, but for the
-# interpreter and the imports; a process for each program, as each defines its flags. What loads a
-# tokenizer is imported before these part.
+# The runner runs each program once for each list of arguments, as its command line would, without a
+# new interpreter and new imports. Each program has a process of its own, as each defines its flags.
+# The runner loads a tokenizer before it forks, for the imports.
 RUNNER = """
 import contextlib, gc, importlib, io, json, os, sys
 import models
@@ -113,7 +113,7 @@ ENGINE = [
     ("--flagfile=FOLDER/binary.flags", "codec can't decode byte 0xff"),
     ("model=x", "unexpected argument 'model=x': flags are --name=value"),
 ]
-# Further ones of a workload are in workloads/test_workloads.py.
+# workloads/test_workloads.py has further bad flags of a workload.
 SERVE = [
     ("--workload=chat", "--workload must be prompts:FILE, sharegpt:FILE"),
     ("--workload=prompts", "--workload=prompts lacks its source"),
@@ -188,7 +188,7 @@ SOAK = [
 ]
 RACE = [("--page_size=0", "page_size must be at least 1 and below 2^31, not 0")]
 CLUSTER = [
-    # First, because this one counts JAX's devices anew.
+    # This case comes first, because it counts JAX's devices anew.
     (
         "--runners=threads --num_gpus=1 --attention_implementation=mosaic_gpu",
         "pages must all be bfloat16 or all float16",
@@ -213,7 +213,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def said(tiny_folder, tmp_path_factory):
-    """What each program says to each case, in the order of CASES: (exit status, text)."""
+    """(exit status, text) of each program for each case, in the order of CASES."""
     folder = tmp_path_factory.mktemp("no_weights")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tiny_folder / name).read_bytes())
@@ -232,7 +232,7 @@ def said(tiny_folder, tmp_path_factory):
         [sys.executable, "-c", RUNNER], input=json.dumps(arguments), cwd=ROOT, text=True,
         capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
-    # Whatever is not a SystemExit ends the runner with a traceback.
+    # Any exception but SystemExit ends the runner with a traceback.
     assert done.returncode == 0, done.stderr
     said: dict[str, list] = {program: [] for program in CASES}
     for line in done.stdout.replace(str(folder), "FOLDER").splitlines():

@@ -1,4 +1,4 @@
-"""The matrix of what composes: how a cell is judged, and one of each verdict."""
+"""The matrix of what composes: the judgement of a cell, cells that work, and the printed table."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
 
 
 def output(*tokens: int, second: float = -2.0) -> RequestOutput:
-    """`second`: log-probability of the second best token, where the best has -1."""
+    """`second`: log-probability of the second-best token; the best one has -1."""
     entries = [TokenLogprob(token, -1.0, {token: -1.0, 9: second}) for token in tokens]
     return RequestOutput("a", [1], [SequenceOutput(list(tokens), "", "length", entries)], True)
 

@@ -1,4 +1,4 @@
-"""Event logs that someone or something has changed: told by file and line, or a difference."""
+"""Event logs that were edited or damaged: an error names file and line, or the replay differs."""
 
 import copy
 import functools
@@ -40,7 +40,7 @@ def _real_log(number: int) -> list[dict]:
 
 
 def _places(value: Any, above: tuple = ()) -> list[tuple]:
-    """Paths of all that is inside a JSON value."""
+    """Paths of all values inside a JSON value."""
     if not isinstance(value, dict | list):
         return []
     keys = list(value) if isinstance(value, dict) else range(len(value))
@@ -65,7 +65,7 @@ def _mutate(events: list[dict], rng: random.Random) -> None:
         holder = events[number]
         for key in path[:-1]:
             holder = holder[key]
-        if what == "swap":  # for what some other event has there
+        if what == "swap":  # for the value of this field in another event
             others = [event[path[0]] for event in events if path[0] in event]
             events[number][path[0]] = copy.deepcopy(rng.choice(others))
         elif rng.random() < 0.2:
@@ -76,7 +76,7 @@ def _mutate(events: list[dict], rng: random.Random) -> None:
             holder[path[-1]] = rng.choice(VALUES)
 
 
-# Of these the memory that an engine takes is a function.
+# The memory that an engine takes depends on these fields alone.
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_prefills_per_step", "max_model_len",
          "page_size", "kv_cache_tokens", "multi_step")  # fmt: skip
 

@@ -33,7 +33,7 @@ def test_the_interval_covers_the_mean_of_a_known_distribution():
         mean, low, high = mean_interval(rng.random(100) < 0.8, seed=i)
         assert low <= mean <= high
         inside += low <= 0.8 <= high
-    # 95 % nominal; percentile intervals of 100 draws reach a little less.
+    # Percentile intervals of 100 draws cover a little less than the nominal 95 %.
     assert 175 <= inside <= 200
 
 
@@ -47,8 +47,10 @@ def test_pairing_narrows_the_interval_of_a_difference():
 
 
 def _evaluation(rng, exact, shift=0.0):
-    """Ten answers of three tokens over a vocabulary of 30, of which a few hold most of the mass;
-    shift: of the logits of token 3."""
+    """Ten answers of three tokens over a vocabulary of 30, of which a few hold most of the mass.
+
+    shift: added to the logits of token 3.
+    """
     logits = 4 * rng.standard_normal((10, 3, 30))
     logits[..., 3] += shift
     logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -157,7 +159,8 @@ def test_a_random_model_is_evaluated_end_to_end(tmp_path):
         mine = [w for w in written if w["task"] == row.task]
         exact = [w["text"] + ";" == w["expected"] for w in mine]
         assert row.score == sum(exact) / 3
-    # What it says of an answer that it would not give is what the model alone says.
+    # The log-probability of the expected answer is the model's own, even where the engine's answer
+    # differs.
     tokenizer = engine.tokenizer
     for w, prompt in zip(written[:3], prompts):
         before, both = (
@@ -170,7 +173,7 @@ def test_a_random_model_is_evaluated_end_to_end(tmp_path):
 
 
 def test_problems_of_files(tmp_path):
-    """Of a user's own: by task and length, with one answer or several."""
+    """A user's own problems, by task and length, with one answer or several."""
     path = tmp_path / "ruler.jsonl"
     path.write_text(
         '{"prompt": "#ab12345; ?ab", "answer": "12345;", "stop": ";"}\n\n'

@@ -1,4 +1,4 @@
-"""The fit, on times that the cost model itself computed, and the files that it refuses."""
+"""The fit, on times that the cost model itself computed, and the files that the fit refuses."""
 
 import csv
 import json
@@ -79,7 +79,7 @@ def test_fixed_constants_stay_and_their_error_is_written(tmp_path, capsys):
 
 
 def test_files_in_other_orders_spellings_and_of_unknown_models(tmp_path, capsys):
-    """Columns in any order, more columns than are needed, a model that has no configuration."""
+    """Columns in any order, more columns than are needed, and a model without a configuration."""
     path = write_times(tmp_path, "a40", called="Llama-2-7b-a40")
     header, *lines = [line.split(",") for line in path.read_text().splitlines()]
     text = "\n".join(", ".join(reversed([*line, "0"])) for line in [header, *lines])

@@ -1,4 +1,4 @@
-"""A policy that a user keeps outside of the tree serves, and its logs replay."""
+"""A policy that a user keeps outside the tree serves, and its logs replay."""
 
 import json
 import os
@@ -51,7 +51,8 @@ def test_it_serves_and_its_log_replays_once_it_is_named(tiny_folder, tmp_path):
 
 
 def test_a_module_that_ends_the_program_is_no_policy(tmp_path, monkeypatch):
-    """As a script does that lacks `if __name__ == "__main__"`: the status would be its own."""
+    """A script without `if __name__ == "__main__"` exits when it is imported: its exit status would
+    become the program's."""
     (tmp_path / "a_script.py").write_text("import sys\n\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="policy 'a_script:POLICY': its module ends the program"):

@@ -1,4 +1,4 @@
-"""The program `qualify`: its numbers by hand, and a small run on the bundled model."""
+"""The program `qualify`: its numbers worked out by hand, and a small run on the bundled model."""
 
 import json
 
@@ -23,7 +23,7 @@ def _row(task: str, context: int, score: float, prompts: int = 10) -> Row:
 
 
 def test_a_task_is_scored_by_its_prompts_whatever_their_lengths():
-    """Files of problems have unequal numbers at each length."""
+    """Files of problems have different numbers of prompts at each length."""
     rows = [_row("mine", 256, 100, 99), _row("mine", 512, 0, 1), _row(ALL, 0, 99, 100)]
     assert qualify.by_task(rows) == {"mine": 99}
 
@@ -49,7 +49,8 @@ def test_numbers_and_goals():
 
 
 def test_significance_alone_does_not_show_that_a_head_is_local():
-    """Of a head that sees the last 64 tokens evenly, as the program's docstring says."""
+    """A head that attends evenly to the last 64 tokens has many significant tokens, as the
+    program's docstring explains."""
     T = 1024
     query, key = np.arange(T)[:, None], np.arange(T)
     probs = ((key <= query) & (key > query - 64)) / np.minimum(query + 1, 64)

@@ -1,4 +1,4 @@
-"""Runs done again from their logs: on the twin of a device, on the device, in simulated time."""
+"""Runs repeated from their logs: on the twin of a device, on the device, and in simulated time."""
 
 import copy
 import dataclasses
@@ -116,7 +116,7 @@ def test_the_random_runs_hold_all_that_a_log_can():
     assert 0 in unfinished and max(unfinished) > 0
 
 
-# The programs of those tests' configurations are compiled once in a test run.
+# These configurations are those of other tests, whose programs are compiled once in a test run.
 @pytest.mark.parametrize(
     "way, changes",
     [
@@ -177,7 +177,7 @@ def test_another_token_is_found_where_it_was_sampled():
     before = log[: log.index(schedule)]
     admitted = [e for e in before if e["event"] == "admit" and difference.slot in e["slots"]]
     assert difference.request_id == admitted[-1]["request_id"]
-    # It stops with that round.
+    # The replay stops with that round.
     assert len(replayed) - number < 10 < len(log) - number
 
 
@@ -188,7 +188,7 @@ def test_an_engine_of_another_configuration_goes_another_way():
     difference = first_difference(log, replay(_hashing(changed), log))
     assert difference is not None
     assert (difference.number, difference.field) == (0, "config.page_size")
-    # Had the log said so: the pages of the first request are others.
+    # With the new page size in the log as well, the pages of the first request differ.
     log[0]["config"]["page_size"] *= 2
     difference = first_difference(log, replay(_hashing(changed), log))
     assert difference is not None and difference.events[0] is not None
@@ -198,7 +198,7 @@ def test_an_engine_of_another_configuration_goes_another_way():
 
 
 class _Failing(HashingExecutor):
-    """A device whose fifth step fails."""
+    """A device that fails in its fifth step."""
 
     num_steps = 0
 
@@ -220,7 +220,7 @@ def test_a_run_that_failed_replays_up_to_there():
     assert failure["round"] == 5
     for again in (_hashing(config), simulated_engine(log, TINY)):
         events = as_json(replay(again, log))
-        # Of the fifth round nothing.
+        # The replay has nothing of the fifth round.
         assert [e["step"] for e in events if e["event"] == "schedule"] == [0, 1, 2, 3]
         assert without_times(events) == without_times(log[: len(events)])
         assert again.has_unfinished()
@@ -299,7 +299,7 @@ def test_a_replay_needs_a_fresh_engine():
 
 @pytest.fixture(scope="module")
 def served(tiny_folder, tokenizer, tmp_path_factory):
-    """The log of a run of the tiny model, in a file."""
+    """The log file of a run of the tiny model."""
     model, params = checkpoint.load(tiny_folder)
     engine = Engine.from_model(params, model, conftest.SERVED, tokenizer)
     engine.warm_up(progress=False)
@@ -325,7 +325,7 @@ def test_the_program_replays_in_another_process(served, tiny_folder, tmp_path):
 
 
 def simulate(log: Path | str, folder: Path, model: str = "bundled") -> int:
-    """The exit status of the program in simulated time."""
+    """Replay a log in simulated time, and return the program's exit status."""
     flags = ReplayFlags(log=str(log), model=model, executor="simulated")
     return program.main(flags, Output(str(folder)))
 

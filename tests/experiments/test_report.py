@@ -17,7 +17,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Page(HTMLParser):
-    """What a browser and a screen reader see of a page."""
+    """The parts of a page that a browser and a screen reader use."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -48,7 +48,7 @@ class Page(HTMLParser):
 
 
 def row(tmp_path: Path, name: str, holds: bool | None = True, **changes) -> report.Row:
-    """Of a study of that name; holds: None for one without a result."""
+    """The row of a study; holds: its verdict, or None for a study without a result."""
     study = Study(**{**vars(STUDY), "file": str(ROOT / f"experiments/papers/{name}.py"), **changes})
     folder = tmp_path / name
     if holds is None:

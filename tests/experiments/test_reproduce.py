@@ -1,4 +1,4 @@
-"""The command that makes the rows: what runs, what stands, and what is counted."""
+"""The command that makes the rows: the rows that run, the results that stand, and the counts."""
 
 import json
 from typing import Any
@@ -18,7 +18,8 @@ def test_rows_run_once_and_then_stand(tmp_path, capsys):
     assert "vllm/fig18a_kernel_latency: not run; needs an A100, H100 or H200" in printed
     assert "[2 of 2] vllm/table1_kv_slots" in printed
     numbers = json.loads((tmp_path / "summary.json").read_text())
-    # committed: fig18a has no result here, but a committed one. The others have no quick setting.
+    # `committed` counts fig18a, which has a committed result but none here. The other rows have no
+    # quick setting.
     assert numbers == {
         "rows": 3, "with_result": 2, "at_setting": 2, "claims_held": 2, "not_run": 1,
         "wrong_setting": 0, "failed": 0, "committed": 1, "stale": 0,

@@ -29,7 +29,7 @@ SMALL = EngineConfig(
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """No pictures: five take a second, and other tests draw them."""
+    """No figures: five take a second to draw, and other tests draw them."""
     monkeypatch.setattr(plots, "save", lambda *_: [])
 
 
@@ -41,7 +41,7 @@ def simulated(tokenizer) -> Engine:
 def test_requests_arrive_on_the_engines_clock(tokenizer):
     engine = simulated(tokenizer)
     engine.executor.clock.wait_until(100.0)
-    # Far apart, and not in order: each is served alone, in simulated time.
+    # The arrivals are far apart and out of order: each request is served alone, in simulated time.
     requests = [Request(s, [5, 6, 7], 4, ignore_eos=True) for s in (3600.0, 0.0, 1800.0)]
     assert [len(o.tokens) for o in serve.run(engine, requests, progress=False)] == [4, 4, 4]
     records = engine.metrics.requests
@@ -110,7 +110,7 @@ def test_a_run_that_is_stopped_at_once_is_still_written(tokenizer, tmp_path, und
 
 
 class Failing(SimulatedExecutor):
-    """Its sixth step does not come back."""
+    """Raises `error` in its sixth step."""
 
     error: BaseException
     steps = 0
@@ -225,7 +225,7 @@ def test_the_program_writes_its_report(tiny_folder, tmp_path, capsys):
 
 def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
     out = tmp_path / "out"
-    # The first requests are soon served, and the next ones come when nobody waits any more.
+    # The first requests soon end, and the next ones arrive when no request waits.
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "Once upon", "max_tokens": 8}] * 1000
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -271,7 +271,7 @@ def test_a_workload_over_adapters_is_counted_and_replays(tokenizer, tmp_path):
     serve.run(engine, requests, progress=False)
     counted = adapters.measure(engine.events)
     assert counted is not None
-    # Three adapters in turn, and room for two: the one that comes next has always just left.
+    # Three adapters take turns in two slots: the next one has always just been evicted.
     assert (counted["requests"], counted["used"], counted["loads"]) == (12, 3, 12)
     assert counted["hit_rate"] == 0
     assert 2e-3 <= counted["load_s"] < 0.1

@@ -1,4 +1,4 @@
-"""The cluster experiment: what it counts, and that the seed gives the run."""
+"""The cluster experiment: its counts, and that equal seeds give equal runs."""
 
 import csv
 import json
@@ -69,7 +69,7 @@ def test_the_simulation_says_so_and_repeats(tmp_path):
         assert all(0 <= int(sample[f"gpu-0{i}"]) <= 8 for i in range(4))
 
 
-@pytest.mark.sweep  # tests/paged/cluster has engines in threads, the next test this program's end
+@pytest.mark.sweep  # tests/paged/cluster tests engines in threads, the next test this program's end
 def test_real_engines(tmp_path):
     said, numbers = run(tmp_path, BUNDLED)
     assert "simulated" not in said
@@ -77,7 +77,7 @@ def test_real_engines(tmp_path):
     served = {request["adapter"] for request in rows(tmp_path, "requests.csv")}
     assert served <= {folder.name for folder in (tmp_path / "adapters").iterdir()}
     assert numbers["adapters_used"] == len(served) <= numbers["adapter_loads"]
-    # Samples are taken by the clock: a fast machine may be idle at each of them.
+    # Samples follow the wall clock: a fast machine may be idle at each of them.
     assert numbers["max_busy_gpus"] <= 2
     assert (tmp_path / "cluster.png").stat().st_size > 10_000
 
@@ -96,7 +96,8 @@ def test_numbers_of_a_run():
     assert numbers["mean_busy_gpus"] == 6 / 6 and numbers["max_busy_gpus"] == 2
     assert numbers["mean_batch_busy"] == 34 / 6
     assert numbers["busy_full"] == 2 / 4, "of GPUs that are not the only busy one"
-    # Ten seconds, two samples, after each of the first four: a is idle twice, b once.
+    # Each of the first four samples has ten seconds, two samples, after it: a is idle in two of the
+    # four, b in one, and neither stays idle.
     assert numbers["idle_stays_idle"] == 0.0
     assert numbers["gpus_over_needed"] == 6 * 8 / 34
     assert numbers["tokens_per_s_peak"] == 20.0

@@ -1,4 +1,4 @@
-"""A study as a value: its flags, its report and verdicts, and what a run that was cut keeps."""
+"""A study as a value: its flags, its report and verdicts, and the rows that a cut run keeps."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_values_at_changed_constants_are_in_the_files_alone(tmp_path, capsys):
 
 
 def cut_after(rows: int):
-    """A measurement that a signal meets after so many rows."""
+    """A measurement that receives a signal at row `rows`."""
 
     def cut(flags: ToyFlags, run: Run) -> Iterator[Row]:
         for i, row in enumerate(measure(flags, run), start=1):
@@ -157,7 +157,8 @@ def test_a_study_that_was_cut_has_what_it_had_and_goes_on(tmp_path, capsys):
     assert "PARTIAL" in capsys.readouterr().out
     assert STUDY.write(ToyFlags(), tmp_path) == 0
     assert MADE == [1, 2, 3] and report(tmp_path)["rows"][1] == {"size": 2, "square": 4.0}
-    # A whole study keeps nothing: the next run measures anew. Of a simulated one it is the same.
+    # A complete measured study keeps no rows: the next run measures anew. A simulated study would
+    # only repeat its numbers, so its next run measures nothing.
     assert STUDY.write(ToyFlags(), tmp_path) == 0 and MADE == [1, 2, 3] * 2
     for _ in range(2):
         assert replace(STUDY, kind="simulated").write(ToyFlags(), tmp_path) == 0
@@ -184,7 +185,7 @@ def test_rows_are_kept_for_the_same_case_and_sources_only(tmp_path, monkeypatch,
 
 
 def test_kept_numbers_are_those_that_were_measured(tmp_path):
-    """Also those that JSON has not."""
+    """NaN, which JSON lacks, is kept as well."""
 
     def make(size: int) -> Row:
         MADE.append(size)
@@ -195,7 +196,8 @@ def test_kept_numbers_are_those_that_were_measured(tmp_path):
 
 
 def test_rows_are_kept_by_a_copy_of_the_run_too(tmp_path):
-    """As another process has one. In the order of the cases, with what comes before each."""
+    """Another process has such a copy. Rows are in the order of the cases, and `square` gets the
+    flags before each case."""
     run = Run(tmp_path)
     rows = list(pickle.loads(pickle.dumps(run)).at_once(square, [3, 1, 2], 1, ToyFlags()))
     assert [row.size for row in rows] == [3, 1, 2] == MADE
@@ -289,7 +291,7 @@ def test_a_flag_out_of_bounds_is_refused(fields, message):
 
 
 def test_flags_of_the_command_line_reach_the_study_typed(tmp_path):
-    """A process: absl's flags are of one."""
+    """absl's flags belong to a process, so the study runs in one of its own."""
     body = (
         "from dataclasses import replace\n"
         "from tests.experiments.test_study import STUDY\n"

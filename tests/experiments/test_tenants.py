@@ -1,6 +1,6 @@
 """The committed adapters of the bundled model: in one batch, each tenant's answers are its own.
 
-Prompts are of a seed that nothing else uses: no adapter was trained, stopped or chosen by them.
+Nothing else uses the seed of these prompts: no adapter was trained, stopped or chosen by them.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ def bundled():
 
 
 def serve(bundled, prompts: int, changes: dict):
-    """The engine, and (tenant, prompt that it asked, answer) of all tenants and the model itself,
-    who ask the same questions in no order."""
+    """The engine, and (tenant, prompt, answer) for all tenants and the base model, which get the
+    same questions in random order."""
     config, params = bundled
     engine_config = dataclasses.replace(CONFIG, **changes)
     engine = padded(Engine.from_model(params, config, engine_config, load_tokenizer("bundled")))
@@ -67,7 +67,7 @@ def test_the_adapters_are_of_these_weights():
 def test_each_tenant_gets_its_own_answers(bundled, changes):
     engine, answered = serve(bundled, 4, changes)
     exact = [report.is_exact(text, prompt.answer, prompt.stop) for _, prompt, text in answered]
-    # An adapter errs now and then, but never by answering as another one does.
+    # An adapter errs now and then, but its wrong answers are never another adapter's.
     assert sum(exact) >= 0.9 * len(exact)
     for (name, prompt, text), right in zip(answered, exact):
         others = {

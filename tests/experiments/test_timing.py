@@ -1,4 +1,4 @@
-"""The one timer, on a clock that the test turns."""
+"""The timer, on a clock that the test advances."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from experiments.timing import Case
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A list of one number, the seconds since a beginning."""
+    """The time in seconds, as a list of one number."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     return now

@@ -18,7 +18,8 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory) -> Path:
-    """Where the wheel is installed, over the packages of this environment."""
+    """The folder in which the wheel is installed; its environment also sees this environment's
+    packages."""
     folder = tmp_path_factory.mktemp("installed")
     ignore = shutil.ignore_patterns("__pycache__", "results")
     for name in SOURCES:
@@ -38,10 +39,10 @@ def packages(tmp_path_factory) -> Path:
 
 
 def run(packages: Path, folder: Path, program: str, *flags: str) -> Path:
-    """The program in an empty folder; where it wrote its results."""
+    """Run the program in an empty folder, and return the folder of its results."""
     python = packages.parents[2] / "bin" / "python"
     rest = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # nbconvert's templates are no package.
+    # nbconvert's templates belong to no package.
     rest |= {"JAX_PLATFORMS": "cpu", "JUPYTER_PATH": f"{sys.prefix}/share/jupyter"}
     done = subprocess.run(
         [python, "-m", f"experiments.{program}", *flags],
@@ -71,7 +72,7 @@ def test_a_figure_of_a_models_shape(packages, tmp_path):
     assert (written / "kv_memory" / "rows.csv").exists()
 
 
-@pytest.mark.sweep  # the demo and a figure say so of files, `make notebooks` of all five
+@pytest.mark.sweep  # the demo and a figure cover shipped files, `make notebooks` all five notebooks
 def test_a_notebook(packages, tmp_path):
     written = run(packages, tmp_path, "notebooks", "--only=3_sparse_attention")
     assert "![png]" in (written / "3_sparse_attention.md").read_text()

@@ -1,4 +1,4 @@
-"""The random checkpoints in golden/ (written by make_goldens.py), and a model over a sequence."""
+"""The random checkpoints of make_goldens.py in golden/, and the run of a model over a sequence."""
 
 import functools
 import json
@@ -37,8 +37,11 @@ def edit_tensors(folder: Path, edit, name: str = "model.safetensors") -> None:
 
 @dataclass(frozen=True)
 class BeamCase:
-    """A search by transformers over `golden(checkpoint)`: its settings, the outputs of all beams,
-    best first, and their scores. No eos_token_ids: none ends an output, the checkpoint's neither.
+    """A beam search by transformers over `golden(checkpoint)`: its settings and its results.
+
+    eos_token_ids: tokens that end an output; if empty, none does, not even the checkpoint's own.
+    tokens: the outputs of all beams, best first.
+    scores: their scores.
     """
 
     checkpoint: str
@@ -54,8 +57,11 @@ class BeamCase:
 
 @dataclass(frozen=True)
 class AdapterCase:
-    """What PEFT computes with an adapter: logits [T, V] of tokens [T], and the greedy continuations
-    [n, O] of prompts [n, P]."""
+    """Results of PEFT with an adapter.
+
+    logits: [T, V], of tokens [T].
+    outputs: the greedy continuations [n, O] of prompts [n, P].
+    """
 
     folder: Path
     checkpoint: str
@@ -66,7 +72,7 @@ class AdapterCase:
 
 
 def adapter_golden(case: str) -> AdapterCase:
-    """What make_peft_goldens.py wrote."""
+    """The adapter of this name and its results, which make_peft_goldens.py wrote."""
     folder = ADAPTERS / case
     config = json.loads((folder / "adapter_config.json").read_text())
     with np.load(folder / "expected.npz") as expected:
@@ -74,7 +80,7 @@ def adapter_golden(case: str) -> AdapterCase:
 
 
 def beam_cases() -> list[BeamCase]:
-    """What make_beam_goldens.py wrote."""
+    """The searches that make_beam_goldens.py wrote."""
     return [BeamCase(**case) for case in json.loads((GOLDEN / "beams.json").read_text())]
 
 

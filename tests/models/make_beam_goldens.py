@@ -2,9 +2,9 @@
 
     python tests/models/make_beam_goldens.py
 
-Needs torch and transformers, and nothing of this repository: any interpreter will do. Each case is
-a search over one of the random checkpoints of make_goldens.py that noise far above float32's own
-does not change.
+The program needs torch and transformers, but nothing of this repository: any interpreter will do.
+Each case is a search over a random checkpoint of make_goldens.py; noise far above float32's own
+does not change its outputs.
 """
 
 import itertools
@@ -22,7 +22,7 @@ CHECKPOINTS = ["llama_mha", "llama_gqa_tied", "gpt2", "opt"]
 WIDTHS = [2, 4, 6]
 EARLY_STOPPING = [False, True, "never"]
 LENGTH_PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
-# A choice between continuations that differ by 1e-4 falls otherwise in 2 runs of 5.
+# A choice between continuations that differ by 1e-4 changes in 2 of 5 noisy runs.
 NOISE, NOISY_RUNS = 3e-4, 16
 
 
@@ -74,7 +74,7 @@ def make_case(index: int, width, early_stopping, length_penalty) -> dict[str, An
         case["prompt"] = rng.integers(0, model.config.vocab_size, rng.integers(1, 31)).tolist()
         case["eos_token_ids"] = []
         tokens = np.unique(np.concatenate(search(model, case)[0]))
-        # What a search without ends visits, so that they are met.
+        # The end tokens come from a search without ends, so that the next search meets them.
         case["eos_token_ids"] = rng.choice(tokens, rng.choice([0, 1, 1, 2]), False).tolist()
         case["tokens"], case["scores"] = search(model, case)
         noisy = (search(model, case, [Noise()])[0] for _ in range(NOISY_RUNS))

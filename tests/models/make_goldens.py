@@ -1,11 +1,12 @@
-"""Write what Hugging Face's own models compute, as the tests' oracle.
+"""Write the results of Hugging Face's own models, as the tests' oracle.
 
     python tests/models/make_goldens.py             the random checkpoints in golden/
     python tests/models/make_goldens.py opt gpt2    some of them
     python tests/models/make_goldens.py bundled     golden/bundled.npz, after its weights changed
 
-Needs torch, transformers and safetensors, and nothing of this repository: any interpreter will do.
-Each golden is a Hugging Face folder with the tokens and the float32 logits beside it.
+The program needs torch, transformers and safetensors, but nothing of this repository: any
+interpreter will do. Each golden is a Hugging Face folder with the tokens and the float32 logits
+beside it.
 """
 
 import hashlib
@@ -77,10 +78,10 @@ GPT2 = {
 }
 # name -> config.json without its architecture
 CASES: dict[str, dict[str, Any]] = {
-    # As Llama 1 and 2 were published: no KV heads, no head dim, no RoPE fields.
+    # The published config.json of Llama 1 and 2 has no KV heads, no head dim and no RoPE fields.
     "llama_mha": MHA | {"model_type": "llama"},
     "llama_gqa_tied": LLAMA | {"tie_word_embeddings": True, "eos_token_id": [2, 5]},
-    # theta 100: wavelengths on both sides of the band that llama3 blends, and inside it.
+    # theta 100 gives wavelengths on both sides of llama3's blended band, and inside it.
     "llama_rope_llama3": LLAMA
     | {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "llama_rope_parameters": LLAMA
@@ -98,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
     "qwen3_sharded": SMALL | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6},
     "opt": OPT,
-    # As opt-350m: norms after the sums, none at the end, and narrow embeddings.
+    # opt-350m has norms after the sums, none at the end, and narrow embeddings.
     "opt_350m": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "opt_no_final_norm": OPT
     | {"_remove_final_layer_norm": True, "activation_function": "gelu"}
@@ -128,14 +129,15 @@ CASES: dict[str, dict[str, Any]] = {
     | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 12}
     | {"sliding_window": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
 }
-# Dtype of the file, where it is not float16.
+# Dtype of a checkpoint's file, if it is not float16.
 DTYPES = dict.fromkeys(("llama_mha", "llama_gqa_tied", "qwen2", "opt", "gpt2"), torch.float32)
 DTYPES |= dict.fromkeys(("llama_bf16", "qwen3_sharded", "opt_silu"), torch.bfloat16)
-SHARD_BYTES = {"qwen3_sharded": 12_000, "opt_silu": 12_000}  # others have one file
+SHARD_BYTES = {"qwen3_sharded": 12_000, "opt_silu": 12_000}  # the others have one file
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Weights large enough that every part of the model moves the logits; norms and biases too."""
+    """Set weights so large that every part of the model, norms and biases included, moves the
+    logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -151,7 +153,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def expected(folder: Path, tokens: list[int], start: int = 0) -> np.ndarray:
-    """Logits [T, V] as transformers reads the checkpoint, in float32; positions from `start`."""
+    """Float32 logits [T, V] of transformers with the checkpoint, at positions from `start`."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -161,7 +163,7 @@ def expected(folder: Path, tokens: list[int], start: int = 0) -> np.ndarray:
 
 
 def write_golden(folder: Path, name: str, seed: int) -> None:
-    """The random model of a case."""
+    """Write the random model of the case `name`."""
     dtype = DTYPES.get(name, torch.float16)
     write_checkpoint(folder, CASES[name], seed, dtype, SHARD_BYTES.get(name))
 
@@ -169,9 +171,10 @@ def write_golden(folder: Path, name: str, seed: int) -> None:
 def write_checkpoint(
     folder: Path, config: dict[str, Any], seed: int, dtype=torch.float32, shard_size=None
 ) -> None:
-    """A random model of `config`, a config.json without its architecture, as people publish it.
+    """Write a random model in the form in which people publish models.
 
-    shard_size: bytes per file of weights; all in one if None.
+    config: a config.json without its architecture.
+    shard_size: bytes of a file of weights; if None, one file has them all.
     """
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**json.loads(json.dumps(config))), dtype=torch.float32
@@ -179,7 +182,8 @@ def write_checkpoint(
     randomise(model, seed)
     architecture = type(model).__name__
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size or "1GB")
-    # What people publish, not what this version of transformers made of it.
+    # The file has the fields that people publish, not those that this version of transformers makes
+    # of them.
     config = {"architectures": [architecture], **config, "torch_dtype": str(dtype).split(".")[1]}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""Write what PEFT computes on torch, as the tests' oracle: the adapters in golden_adapters/.
+"""Write the results of PEFT on torch, as the tests' oracle: the adapters in golden_adapters/.
 
     python tests/models/make_peft_goldens.py
 
-Needs torch, transformers and peft, and nothing of this repository: any interpreter will do. Each
-folder is a random adapter, as PEFT saved it, of the random checkpoint of make_goldens.py that its
-adapter_config.json names. expected.npz holds float32 logits, and greedy continuations in which no
-choice is near.
+The program needs torch, transformers and peft, but nothing of this repository: any interpreter will
+do. Each folder is a random adapter, as PEFT saved it, of the random checkpoint of make_goldens.py
+that its adapter_config.json names. expected.npz holds float32 logits, and greedy continuations in
+which each token leads by MARGIN.
 """
 
 import shutil
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 ADAPTERS = Path(__file__).parent / "golden_adapters"
 LENGTH, PROMPT, OUTPUT = 40, 7, 12
 PROMPTS = 3
-MARGIN = 1e-2  # of each greedy token over the next best
+MARGIN = 1e-2  # the least lead of a greedy token's logit
 # name -> (checkpoint, fields of LoraConfig)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "patterns": (
@@ -75,7 +75,7 @@ def base_model(folder: Path) -> PreTrainedModel:
 
 
 def adapted(folder: Path, fields: dict[str, Any], seed: int) -> PeftModel:
-    """The checkpoint with a random adapter that moves the logits as far as its weights do."""
+    """The checkpoint with a random adapter, which moves the logits as far as the weights do."""
     model = get_peft_model(base_model(folder), LoraConfig(task_type="CAUSAL_LM", **fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def adapted(folder: Path, fields: dict[str, Any], seed: int) -> PeftModel:
 
 
 def save(model: PeftModel, folder: Path, base: str) -> None:
-    """The adapter's folder as people publish it, without its card; `base`: what it is of."""
+    """Write the adapter's folder as people publish it, without its card; base: its checkpoint."""
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def logits(model, tokens: list[int]) -> np.ndarray:
 
 
 def continuation(model, prompt: list[int]) -> list[int] | None:
-    """The greedy tokens after a prompt; None if two were near each other."""
+    """The greedy tokens after a prompt; None if two best logits are closer than MARGIN."""
     tokens = list(prompt)
     for _ in range(OUTPUT):
         last = logits(model, tokens)[-1]

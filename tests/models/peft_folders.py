@@ -1,4 +1,4 @@
-"""Random adapters in PEFT's format, and checkpoints with one in their weights, by PEFT's rules."""
+"""Random adapters in PEFT's format, and checkpoints with a merged adapter, by PEFT's rules."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from tests.models.goldens import edit_tensors
 
 
 def modules(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(in, out) of each Hugging Face module that can be adapted."""
+    """(in, out) of each Hugging Face module that an adapter may change."""
     widths = {}
     for layer in family(model).declare(model)["layers"]:
         for name in family(model).PROJECTIONS:
@@ -30,10 +30,11 @@ def tensor(module: str, which: str) -> str:
 
 def write(folder: Path, model: ModelConfig, rank=8, seed=0, size=1.0, targets=None, ranks=None,
           dtype="float32", **fields) -> Path:  # fmt: skip
-    """An adapter of the modules whose names end as one of `targets` (of all by default).
+    """Write an adapter of the modules whose names end as one of `targets` (all by default).
 
-    ranks: module → rank, where it is not `rank`. size: of BA, relative to the base weights.
-    fields: of adapter_config.json.
+    ranks: module → rank, if it is not `rank`.
+    size: the size of BA, relative to the base weights.
+    fields: further fields of adapter_config.json.
     """
     rng, ranks, tensors = np.random.default_rng(seed), ranks or {}, {}
     widths = modules(model)

@@ -1,4 +1,4 @@
-"""Every way in which a checkpoint can be broken is told by the name of what is."""
+"""Every way in which a checkpoint can be broken: the error names the broken part."""
 
 import json
 import re
@@ -145,7 +145,7 @@ def test_damaged_safetensors(folder, damage):
 
 
 def test_no_flipped_bit_of_the_header_goes_unnoticed(folder):
-    """Each is refused, or changes nothing: it was in what only other programs read."""
+    """Each flipped bit is refused, or it changes nothing because only other programs read it."""
     path = folder / "model.safetensors"
     data, (_, whole) = path.read_bytes(), checkpoint.load(folder)
     header = 8 + int.from_bytes(data[:8], "little")
@@ -176,7 +176,7 @@ def test_shards_that_do_not_fit_together(sharded):
     save_file(tensors | {name: others[name]}, first)
     message = f"{second}: tensor {name} is also in {first.name}"
     refused(re.escape(message), sharded)
-    # The index says that it is in the second one.
+    # The index places the tensor in the second shard.
     save_file(tensors, first)
     save_file({key: value for key, value in others.items() if key != name}, second)
     refused(f"tensor {re.escape(name)} of shape .* is missing", sharded)

@@ -83,7 +83,7 @@ def test_saving_over_a_model_that_is_mapped_and_in_use(folder):
 
 
 def test_what_cannot_be_written_is_an_error_of_the_system(tmp_path):
-    """As programs expect of a full disk."""
+    """Programs expect an OSError, as a full disk raises it."""
     path = tmp_path / "gone" / "model.safetensors"
     with pytest.raises(OSError, match=f"{path} cannot be written: .*No such file"):
         checkpoint.write_tensors(path, {"x": np.zeros(3)})
@@ -132,7 +132,7 @@ def test_ends_of_sequence_come_from_the_generation_config(folder):
 
 
 def test_ends_of_sequence_outside_the_vocabulary_are_left_out(folder):
-    """transformers serves such folders: nothing can generate these ids."""
+    """transformers serves such folders, as no model can generate these ids."""
     generation = folder / "generation_config.json"
     for ids, kept in (("[2, 61, -1]", (2,)), ("61", ()), ("[60]", (60,))):
         generation.write_text(f'{{"eos_token_id": {ids}}}')

@@ -6,7 +6,7 @@ from models.config import ModelConfig, RopeScaling
 from models.hf_config import from_hf, to_hf
 from tests.models.config_json import LINEAR, LLAMA3, SHORT_LLAMA3, hf
 
-# As published on the Hugging Face hub, without the fields that change nothing.
+# config.json as the Hugging Face hub has it, without the fields that change nothing.
 PUBLISHED = {
     "meta-llama/Llama-3.1-8B-Instruct": (
         {
@@ -177,14 +177,14 @@ def test_learned_positions(model_type, fields, expected):
 @pytest.mark.parametrize(
     "model_type, fields, window",
     [
-        ("mistral", {}, 4096),  # what transformers assumes
+        ("mistral", {}, 4096),  # transformers' default
         ("mistral", {"sliding_window": None}, None),
         ("mistral", {"sliding_window": 7}, 7),
         ("qwen2", {"sliding_window": 7}, None),
         ("qwen2", {"sliding_window": 7, "use_sliding_window": False, "max_window_layers": 0}, None),
         ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, 7),
         ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2}, None),
-        ("qwen3", {"sliding_window": 7, "use_sliding_window": True}, None),  # 28 layers without
+        ("qwen3", {"sliding_window": 7, "use_sliding_window": True}, None),  # windows from layer 28
         (
             "qwen3",
             {
@@ -223,5 +223,5 @@ def test_longrope_serves_the_original_context_with_short_factors():
     config = from_hf(hf("phi3", original_max_position_embeddings=32, rope_scaling=rope))
     assert config.max_position_embeddings == 32
     assert config.rope_scaling is not None and config.rope_scaling.factors == tuple(short)
-    assert config.rope_scaling.factor == pytest.approx((1 + 2 / 5) ** 0.5)  # 128 is 32 four times
+    assert config.rope_scaling.factor == pytest.approx((1 + 2 / 5) ** 0.5)  # context 128 is 4 * 32
     assert from_hf(to_hf(config)) == config

@@ -1,6 +1,6 @@
 """Every field of transformers' config classes is read or refused, or changes no logits.
 
-A field that a new version of transformers brings is in none of the lists: the first test fails.
+The first test fails on a new version of transformers with further fields.
 """
 
 import dataclasses
@@ -12,16 +12,16 @@ from transformers import CONFIG_MAPPING
 from models.hf_config import ARCHITECTURES, from_hf
 from tests.models.test_config import hf
 
-# Of training, of other tasks than language modelling, or of how results are handed out.
+# These fields concern training, other tasks than language modelling, or the form of results.
 IRRELEVANT = {
     "transformers_version", "output_hidden_states", "return_dict", "dtype", "id2label", "label2id",
     "problem_type", "initializer_range", "init_std", "use_cache", "pad_token_id",
     "attention_dropout", "dropout", "layerdrop", "resid_pdrop", "embd_pdrop", "attn_pdrop",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
     "summary_first_dropout",
-    "chunk_size_feed_forward",  # of models that cut their MLP's input into chunks: not these
+    "chunk_size_feed_forward",  # for models that cut their MLP's input into chunks: not these
     "pretraining_tp",  # the same sums in another order, until transformers 4
-    "reorder_and_upcast_attn",  # scores in float32, which they are here in any case
+    "reorder_and_upcast_attn",  # scores in float32, as they always are here
 }  # fmt: skip
 FIELDS = [
     (kind, field.name, field.default)
@@ -30,8 +30,8 @@ FIELDS = [
 ]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 LONGROPE = {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}
-ORIGINAL = "original_max_position_embeddings"  # which nothing but LongRoPE has a use for
-# What differs from the default where adding to it would not do.
+ORIGINAL = "original_max_position_embeddings"  # only LongRoPE uses it
+# Changed values of the fields whose default plus one would not do.
 OTHER = {
     "architectures": ["Other"],
     "head_dim": 16,

@@ -38,7 +38,7 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
     listed, cache_of_list = run(config, loaded, tokens, **how)
     np.testing.assert_allclose(listed, stacked, rtol=0, atol=1e-4)
     assert cache == cache_of_list == sum(range(config.num_layers))
-    assert len(traced) == 2  # once in each form, however many layers there are
+    assert len(traced) == 2  # one trace in each form, whatever the number of layers
 
 
 @pytest.mark.slow  # 25 models compile, and goldens change rarely
@@ -59,7 +59,7 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
         ("gemma2", {"attention_cap": None}),
         ("gemma2", {"logits_cap": 4.5}),
         ("qwen3_sharded", {"qk_norm": False}),
-        ("opt", {"model_type": "gpt2"}),  # positions from row 0 of the table
+        ("opt", {"model_type": "gpt2"}),  # GPT-2's positions start at row 0 of the table
         ("opt", {"norm_eps": 1e-3}),
         ("opt", {"norm_first": False}),
         ("opt", {"final_norm": False}),
@@ -73,7 +73,7 @@ def test_layers_in_a_list_compute_what_stacked_layers_do(case):
     ],
 )
 def test_goldens_can_tell(case, change):
-    """A golden that a wrong setting also meets would prove nothing."""
+    """A golden proves nothing if a model with a wrong setting also reproduces it."""
     config, loaded, tokens, expected = golden(case)
     config = config.replace(**change)
     kept = params.flatten(family(config).declare(config))
@@ -81,14 +81,14 @@ def test_goldens_can_tell(case, change):
         {k: v for k, v in each.items() if f"layers.0.{k}" in kept} for each in loaded["layers"]
     ]
     got, _ = run(config, loaded, tokens)
-    # GELU and its approximation by tanh differ by little more.
+    # GELU and its approximation by tanh differ by little more than this bound.
     assert np.abs(got - expected).max() > 5e-4
 
 
 @pytest.mark.parametrize("form", [lambda params_: params_, params.stack], ids=["list", "stack"])
 @pytest.mark.parametrize("case", ["llama_gqa_tied", "qwen2", "opt_350m", "gpt2"])
 def test_adapters_compute_what_merged_weights_do(case, form):
-    """xAB with A [L, in, R] and B [L, R, out] of every projection, where layers differ."""
+    """Adapters add xAB with A [L, in, R] and B [L, R, out] in every projection; layers differ."""
     config, loaded, tokens, base = golden(case)
     stacked = params.stack(loaded)
     rng = np.random.default_rng(1)
@@ -122,7 +122,7 @@ def test_half_precision_stays_near_float32(case, dtype):
 
 
 def test_families_name_the_same_projections():
-    """So that one adapter format serves all."""
+    """Equal names let one adapter format serve all families."""
     for module in FAMILIES.values():
         assert set(module.PROJECTIONS) <= set(llama.PROJECTIONS)
 

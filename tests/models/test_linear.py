@@ -22,7 +22,7 @@ def test_weights_are_contracted_over_their_last_axis(rows, dtype):
 
 
 def test_few_rows_leave_the_weights_on_the_left():
-    """XLA would turn the product round, and a CPU pack the weights anew each time."""
+    """XLA would swap the product's operands, and a CPU would pack the weights in each call."""
     x, w = np.ones((FEW_ROWS, 24), np.float32), np.ones((40, 24), np.float32)
     compiled = jax.jit(linear).lower(x, w).compile().as_text() or ""
     assert f"f32[40,{FEW_ROWS}]{{1,0}} dot(" in compiled

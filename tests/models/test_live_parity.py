@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @st.composite
 def llamas(draw):
-    """config.json of a small random member of the Llama family, every switch of it drawn."""
+    """config.json of a small random member of the Llama family, with every switch drawn."""
     model_type = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     head_dim = 2 * draw(st.integers(1, 10))
@@ -44,7 +44,7 @@ def llamas(draw):
     linear = {"rope_type": "linear", "factor": 4.0}
     llama3 = {"rope_type": "llama3", **make_goldens.LLAMA3}
     scaling = draw(st.sampled_from([None, linear, llama3]))
-    if scaling and draw(st.booleans()):  # as transformers 5 writes it, and as 4 did
+    if scaling and draw(st.booleans()):  # the form of transformers 5, otherwise that of 4
         config["rope_parameters"] = {"rope_theta": theta, **scaling}
     else:
         config |= {"rope_theta": theta, "rope_scaling": scaling}
@@ -101,7 +101,7 @@ def gpt2s(draw):
 
 
 def compare(folder, seed, vocab_size, length, start=0):
-    """Our float32 logits of random tokens at positions from `start` within 1e-4 of torch's."""
+    """Our float32 logits of random tokens, from position `start`, are within 1e-4 of torch's."""
     tokens = np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
     config, params = checkpoint.load(folder, "float32")
     got, _ = run(config, params, tokens, offset=start)
@@ -164,7 +164,7 @@ def loras(draw):
     fields=loras(), case=st.sampled_from(["llama_gqa_tied", "qwen2", "mistral_full"]), seed=SEEDS
 )
 def test_random_adapters(fields, case, seed):
-    """PEFT on torch against what its folder makes of our model."""
+    """PEFT's model on torch against our model with the folder that PEFT saves."""
     source = GOLDEN / case
     with tempfile.TemporaryDirectory() as folder:
         model = make_peft_goldens.adapted(source, fields, seed)

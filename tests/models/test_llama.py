@@ -1,4 +1,4 @@
-"""The Llama family and plain causal attention; test_families.py has the parity."""
+"""The Llama family and plain causal attention; test_families.py compares it with Hugging Face's."""
 
 import jax
 import jax.numpy as jnp

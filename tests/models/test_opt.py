@@ -1,4 +1,4 @@
-"""OPT and GPT-2: what is theirs alone."""
+"""OPT and GPT-2: the features that no other family has."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def test_fused_projections_are_split_on_load_and_joined_on_save(tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt2", "opt"])
 def test_a_checkpoint_without_its_head_is_named_without_a_prefix(case, tmp_path):
-    """As GPT-2 is published, with the causal masks of each layer beside its weights."""
+    """Published GPT-2 has such names, and the causal masks of each layer beside its weights."""
     stored = load_file(GOLDEN / case / "model.safetensors")
     short = {name.partition(".")[2]: tensor for name, tensor in stored.items()}
     if case == "gpt2":

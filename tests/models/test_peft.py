@@ -1,4 +1,4 @@
-"""PEFT's folders, read and computed with, against checkpoints that hold the merged weights."""
+"""PEFT's folders, loaded and applied, against checkpoints that hold the merged weights."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ from tests.paged.tiny import TINY
 LLAMA = checkpoint.load_config(GOLDEN / "llama_gqa_tied")
 ATTENTION = ["q_proj", "v_proj"]
 Q1 = "model.layers.1.self_attn.q_proj"
-# checkpoint, what is unlike an adapter of rank 8 on all modules
+# name -> (checkpoint, differences from an adapter of rank 8 on all modules)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama_gqa_tied", {}),
     "some modules": ("llama_gqa_tied", {"targets": ATTENTION, "lora_alpha": 3.5}),

@@ -34,7 +34,7 @@ def test_ways_to_name_the_same_modules(given, tmp_path):
         {"layers_to_transform": 1},
         {"layers_to_transform": [1, 7], "layers_pattern": "layers"},
         {"layers_to_transform": [1], "layers_pattern": ["h", "lay.*"]},
-        {"layers_to_transform": [0], "target_modules": [Q1]},  # a whole name is of any layer
+        {"layers_to_transform": [0], "target_modules": [Q1]},  # whole names ignore the layers
     ],
 )
 def test_ways_to_name_the_same_layers(given, tmp_path):
@@ -58,7 +58,7 @@ def test_an_adapter_may_be_weighed_by_nothing_or_less(alpha, tmp_path):
 
 
 ENDLESS = "(a|[a-z.0-9_]|.)*[!?]"
-HUGE = "(((a{1000}){1000}){1000}){1000}"  # `regex` would write it out
+HUGE = "(((a{1000}){1000}){1000}){1000}"  # `regex` would expand it
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_refused_by_name(fields, error, tmp_path):
 
 
 def test_adapter_config_is_what_peft_writes(tmp_path):
-    """The reader's fields are those of a real file, not only of this module."""
+    """The reader accepts the fields of a real file, not only those that peft_folders writes."""
     folder = peft_folders.write(tmp_path, LLAMA, targets=ATTENTION)
     path = folder / "adapter_config.json"
     written: dict[str, Any] = {

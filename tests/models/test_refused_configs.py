@@ -75,7 +75,7 @@ from tests.models.config_json import BASE, LLAMA3, ORIGINAL, hf
         (hf(layer_types=["sliding_attention"] * 2), "layer_types"),
         (hf("opt", layer_types=["sliding_attention"] * 2), "layer_types"),
         (hf("gpt2", layer_types=["sliding_attention"] * 2), "layer_types"),
-        # A window that only the cache of transformers would have.
+        # Only the cache of transformers would have this window.
         (hf(sliding_window=9), "sliding_window 9 is not supported for llama"),
         (hf(rope_parameters={"rope_theta": None}), "rope_theta is missing or null"),
         (hf(layer_types=["full_attention"]), "must name the kind of 2 layers"),

@@ -1,4 +1,4 @@
-"""Sampling against a numpy oracle of the filters, and against the distribution that they leave."""
+"""Sampling against a numpy oracle of the filters, and against the filtered distribution."""
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def _how(S, **columns) -> SamplingArrays:
 
 
 def _sample(logits, position=None, history=None, bias=None, **columns):
-    """Tokens of rows in slots of the same numbers, sampled by `columns` of `SAMPLING_ROW`."""
+    """One token for each row, in the slot of the same number; columns: fields of `SAMPLING_ROW`."""
     S = len(logits)
     state = SamplingState.empty(S, C)
     for slot in range(S):
@@ -67,7 +67,7 @@ def test_draws_follow_the_softmax():
     tokens = _sample(np.tile(logits, (n, 1)), temperature=0.7)
     expected = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
     counts = np.bincount(tokens, minlength=V) / n
-    # Five standard errors of a binomial share.
+    # The bound is five standard errors of a binomial share.
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected / n) + 1e-3).all()
 
 
@@ -98,7 +98,7 @@ def test_rows_with_nan_logits_are_marked_and_leave_others_alone():
 
 
 def _penalised(logits_V, prompt, output, repetition, presence, frequency):
-    """The definitions, token by token."""
+    """Logits after the penalties, token by token from their definitions."""
     out = logits_V.astype(np.float64)
     for token in set(prompt) | set(output):
         out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
@@ -118,7 +118,7 @@ def test_penalties_against_their_definitions():
         "presence_penalty": rng.choice([0.0, -1.0, 1.5], S),
         "frequency_penalty": rng.choice([0.0, -0.5, 0.7], S),
     }
-    # Tokens of a former owner of the slot, behind those of this one, must not count.
+    # A former owner's tokens, behind the tokens of this one in the slot, must not count.
     history = [[*p, *o, *rng.integers(0, V, 3)] for p, o in zip(prompts, outputs)]
     lengths = np.array([len(p) + len(o) for p, o in zip(prompts, outputs)])
     tokens = _sample(logits, lengths, history, prompt_length=[len(p) for p in prompts], **how)

@@ -1,4 +1,4 @@
-"""W4A8 against numpy, and against the products that it stands for."""
+"""W4A8 against numpy, and against the products of the original weights."""
 
 import jax
 import numpy as np
@@ -13,8 +13,8 @@ def rounded(x, by):
 
 
 def oracle(w):
-    """(integers of each output channel, their scale, what groups make of them), element by
-    element."""
+    """(integers of each output channel, their scale, the integers that 4-bit groups restore),
+    element by element."""
     scale = np.abs(w).max(1) / np.float32(119)
     whole = np.rint(w / np.where(scale > 0, scale, 1)[:, None]).astype(int)
     restored = np.zeros_like(whole)
@@ -33,14 +33,14 @@ def oracle(w):
 def test_products_are_those_of_integers(rows):
     rng = np.random.default_rng(rows)
     w = (rng.normal(size=(24, 512)) * rng.lognormal(size=(24, 1))).astype(np.float32)
-    w[3], w[5, :128] = 0, np.abs(w[5, :128])  # nothing, and a group without negative weights
+    w[3], w[5, :128] = 0, np.abs(w[5, :128])  # zeros, and a group without negative weights
     x = rng.normal(size=(rows, 512)).astype(np.float32)
     whole, scale, restored = oracle(w)
     weights = jax.jit(w4a8.rounded)(w)
     assert weights.codes.dtype == np.uint8 and weights.codes.size == w.size // 2
     in_8_bits = jax.jit(w4a8.Int4Weights.in_8_bits)(weights)
     np.testing.assert_array_equal(in_8_bits.codes, restored)
-    # At most a step, where a group ends between two codes.
+    # An integer at the end of its group may be off by one step.
     assert np.abs(restored - whole).max() <= 16 and np.abs(restored).max() <= 127
     got = np.asarray(jax.jit(linear)(x, weights))
     x_scale = np.abs(x).max(1, keepdims=True) / np.float32(127)

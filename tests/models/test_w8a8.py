@@ -1,4 +1,4 @@
-"""W8A8 against numpy, and against the products that it stands for."""
+"""W8A8 against numpy, and against the products of the original weights."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from models.linear import linear
 
 
 def oracle(x, w):
-    """Integers in numpy, and scales in float64."""
+    """The product of rounded integers in numpy, with scales in float64."""
 
     def rounded(matrix):
         scale = np.abs(matrix.astype(np.float64)).max(1, keepdims=True) / 127
@@ -23,7 +23,7 @@ def oracle(x, w):
 @pytest.mark.parametrize("rows", [1, 7, 200])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_those_of_integers(rows, dtype):
-    """Sums of 4,096 products of codes, which float32 would round."""
+    """A sum of 4,096 products of codes is too large for float32, which would round it."""
     rng = np.random.default_rng(rows)
     x, w = rng.normal(size=(rows, 4096)), rng.normal(size=(24, 4096))
     x *= rng.lognormal(size=(rows, 1))
@@ -33,7 +33,7 @@ def test_products_are_those_of_integers(rows, dtype):
     got = jax.jit(linear)(x, weights)
     assert got.dtype == dtype and got.shape == (rows, 24)
     expected = oracle(np.float32(x), np.float32(w))
-    # A code may be one off where x / scale lies in the middle of two.
+    # A code may be one off where x / scale lies midway between two codes.
     slack = (np.abs(x).max(1, keepdims=True) / 127 * np.abs(w).max(1) * 2).astype(np.float64)
     rtol = 1e-5 if dtype == "float32" else 1e-2
     got = np.asarray(got, np.float64)

@@ -1,4 +1,4 @@
-"""A tiny random model, and greedy generation by full recomputation with `models/` alone."""
+"""Parameters of a tiny random model, and full recomputation with `models/` alone."""
 
 import functools
 
@@ -20,8 +20,8 @@ def full_logits(tiny_params):
 
 @pytest.fixture(scope="session")
 def check_greedy(full_logits):
-    """Asserts that each output token is the argmax of full recomputation, or within 1e-4 of it:
-    padding changes the order of float32 sums, so nearer ties decide nothing."""
+    """A check that each output token is the argmax of full recomputation, or within 1e-4 of it.
+    Padding changes the order of float32 sums, so closer logits count as ties."""
 
     def check(output):
         logits = full_logits(output.prompt_tokens + output.tokens)

@@ -1,4 +1,4 @@
-"""A second process with several CPU devices: a process counts its devices once."""
+"""A second process with several CPU devices: a process fixes its number of devices once."""
 
 import json
 import os
@@ -17,7 +17,7 @@ COLLECTIVE = re.compile(
 
 
 def printed_with_devices(module: str, count: int, *arguments: str):
-    """The JSON that a module of the tests prints as a program, with so many devices."""
+    """Run a test module as a program with `count` CPU devices. Return the JSON that it prints."""
     # Programs as small as the tests' take longer to optimise than to run.
     flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
     done = subprocess.run(
@@ -29,7 +29,7 @@ def printed_with_devices(module: str, count: int, *arguments: str):
 
 
 def collectives(engine: Engine) -> list[Counter[str]]:
-    """How often each is in every program that the engine has compiled."""
+    """The number of each collective in each program that the engine has compiled."""
     assert isinstance(engine.executor, DeviceExecutor)
     texts = [program.as_text() or "" for program in engine.executor._programs.values()]
     return [Counter(COLLECTIVE.findall(text)) for text in texts]

@@ -1,9 +1,9 @@
-"""A twin of the device: memory is an array of token ids, the model a hash of all that it reads.
+"""A twin of the device: its memory holds token ids, and its model is a hash of all tokens it reads.
 
-Whatever is wrong between scheduler, block tables and step inputs (a page of another sequence, a
-token fed from the wrong slot, a position written twice) changes some token. Steps are evaluated
-only when waited for, in order, as on a device that runs behind: host arrays that change after
-dispatch show as well.
+An error between scheduler, block tables and step inputs (another sequence's page, a token fed from
+the wrong slot, a position written twice) changes some token. The twin evaluates steps in order, and
+only when the engine waits for them, like a device that runs behind the host. So a host array that
+changes after dispatch also changes some token.
 """
 
 import functools
@@ -21,12 +21,12 @@ from paged.requests.adapter import Adapter
 from paged.requests.beam_search import BeamSearch
 
 EOS, FIRST, VOCAB = 2, 3, 61
-TAG = 2**20  # stands above any token
+TAG = 2**20  # above every token: an entry of memory is token + TAG * tag
 
 
 def next_token(tokens, seed: int, eos_rate: float) -> int:
-    """What the twin generates after `tokens`: half the time whatever the seed, so that samples go
-    the same way for a while."""
+    """The token that the twin generates after `tokens`. Half of the time the seed has no effect,
+    so samples of one prompt share tokens for a while."""
     tokens = np.array([*tokens, 0], np.int64)
     tokens[-1] = seed * (zlib.crc32(tokens.tobytes()) % 2)
     digest = zlib.crc32(tokens.tobytes())
@@ -34,7 +34,7 @@ def next_token(tokens, seed: int, eos_rate: float) -> int:
 
 
 def candidates(tokens) -> tuple[np.ndarray, np.ndarray]:
-    """What the twin gives for a beam: next tokens, best first, and their log-probabilities."""
+    """The twin's next tokens for a beam, best first, and their log-probabilities."""
     rng = np.random.default_rng(zlib.crc32(np.array(tokens, np.int64).tobytes()))
     probs = np.sort(rng.dirichlet(np.full(VOCAB - EOS, 0.3)))[::-1]
     top = np.log(np.maximum(probs[:MAX_LOGPROBS], 1e-9)).astype(np.float32)
@@ -47,7 +47,7 @@ def logprob_of(tokens, token: int) -> float:
 
 
 def generate(prompt, seed: int, limit: int, eos_rate: float, ignore_eos: bool) -> list[int]:
-    """The output that a request must get: no pages, no batches, no schedule."""
+    """The output that a request must get, computed without pages, batches or a schedule."""
     tokens = list(prompt)
     while len(tokens) < limit and (ignore_eos or len(tokens) == len(prompt) or tokens[-1] != EOS):
         tokens.append(next_token(tokens, seed, eos_rate))
@@ -55,7 +55,7 @@ def generate(prompt, seed: int, limit: int, eos_rate: float, ignore_eos: bool) -
 
 
 def beam_search(prompt, how, limit: int) -> list[list[int]]:
-    """The outputs of a beam search, each beam a list of its own."""
+    """The outputs of a beam search, computed with one list of tokens per beam."""
     eos = () if how.ignore_eos else (EOS,)
     search = BeamSearch(
         how.beam_width, limit - len(prompt), how.length_penalty, how.early_stopping, eos
@@ -69,12 +69,12 @@ def beam_search(prompt, how, limit: int) -> list[list[int]]:
 
 
 def tag_of(adapter: Adapter) -> int:
-    """What stands before all tokens that are computed with an adapter."""
+    """The number that the twin puts before all tokens that it computes with an adapter."""
     return 1 + zlib.crc32(f"{adapter.name} {adapter.content_hash}".encode()) % 1000
 
 
 class HashingExecutor:
-    """Memory holds a token and the tag of the adapter that it was computed with."""
+    """Each entry of memory holds a token and the tag of the adapter that computed it."""
 
     compilations, dtype = 0, "float32"
     adapters: "TwinLoads | None" = None
@@ -89,7 +89,7 @@ class HashingExecutor:
         self._memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
         self._history = np.full((config.max_num_seqs, config.max_model_len), -1, np.int64)
         self._host_memory = np.full((config.num_blocks, config.page_size), -1, np.int64)
-        # The tag and the place in its adapter of each rank page, and the pages of each slot.
+        # By rank page: its adapter's tag, and its place there. By adapter slot: its rank pages.
         self._rank_pages: dict[int, tuple[int, int]] = {}
         self._adapter_slots: dict[int, list[int]] = {}
         if self.adapters is not None:
@@ -110,7 +110,7 @@ class HashingExecutor:
         assert not moves.after
 
     def load_slot(self, slot, tokens, logit_bias) -> None:
-        def load():  # tokens are not copied: changes before it is used show
+        def load():  # `tokens` is not copied: a change before the load shows
             self._history[slot] = -1
             self._history[slot, : len(tokens)] = tokens
 
@@ -180,7 +180,7 @@ class HashingExecutor:
                 self._history[inputs.slots[row], n] = sampled[row]
 
     def _tags(self, inputs) -> np.ndarray:
-        """Of each token's adapter, 0 for none."""
+        """The tag of each token's adapter; 0 without an adapter."""
         tags = np.zeros(len(inputs.tokens), np.int64)
         count, end = int(inputs.num_segments[0]) if len(inputs.num_segments) else 0, 0
         for slot, start, stop in zip(
@@ -211,7 +211,10 @@ class HashingExecutor:
 
 
 class TwinLoads:
-    """Loads that take a few rounds, one passing the other; failing: the share of those that do."""
+    """Loads of adapters that take a random number of rounds each, so they may overtake each other.
+
+    failing: share of the loads that fail.
+    """
 
     def __init__(self, executor: HashingExecutor, failing: float = 0.0, seed: int = 0):
         self._executor, self.failing = executor, failing
@@ -219,7 +222,7 @@ class TwinLoads:
         self.reset()
 
     def reset(self) -> None:
-        self._coming: dict[Adapter, int] = {}  # rounds to come
+        self._coming: dict[Adapter, int] = {}  # rounds until the load finishes
 
     def begin(self, adapter: Adapter) -> None:
         self._coming[adapter] = int(self._rng.integers(0, 9))

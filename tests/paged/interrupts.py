@@ -1,6 +1,7 @@
-"""Ctrl-C at a chosen point: wherever CPython looks for signals in the files of a package.
+"""Ctrl-C at a chosen point, of all points where CPython checks for signals in the code of `paged`.
 
-That is where a function begins, after a call of C code, and where a loop goes round.
+CPython checks for signals where a function begins, after a call of C code, and at each turn of a
+loop.
 """
 
 import sys
@@ -17,7 +18,8 @@ EVENTS = sys.monitoring.events
 
 
 class Interruption(KeyboardInterrupt):
-    """One of ours: where it is dropped no signal may follow, but pytest says so."""
+    """An interrupt of the tests. Where Python drops it, `paged` must send no signal: pytest reports
+    it."""
 
 
 class Points:
@@ -28,7 +30,7 @@ class Points:
         self._raise_at, self._inside = set(raise_at), False
 
     def call[**P, R](self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Only what runs within such calls is interrupted."""
+        """Call a function. Only points inside such calls are counted and interrupted."""
         self._inside = True
         try:
             return function(*args, **kwargs)
@@ -44,7 +46,7 @@ class Points:
 
     def _pass(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # signals are the main thread's
+            return  # CPython handles signals in the main thread alone
         self.passed += self._inside
         if self._inside and self.passed in self._raise_at:
             self.raised += 1
@@ -65,7 +67,7 @@ def interrupted_at(*points: int) -> Iterator[Points]:
     state = Points(points)
     callbacks: dict[int, Callable] = {
         EVENTS.PY_START: state.begins_or_goes_round, EVENTS.JUMP: state.begins_or_goes_round,
-        EVENTS.CALL: _calls, EVENTS.C_RETURN: state.returns,  # the second comes with the first
+        EVENTS.CALL: _calls, EVENTS.C_RETURN: state.returns,  # CALL events include C_RETURN events
     }  # fmt: skip
     sys.monitoring.use_tool_id(TOOL, "interrupts")
     try:

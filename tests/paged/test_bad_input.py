@@ -1,4 +1,4 @@
-"""Each kind of bad input: a clear error, and the engine goes on as if it had not been there."""
+"""Bad input of each kind raises a clear error, and the engine goes on as if it had not come."""
 
 import dataclasses
 from collections import deque
@@ -194,7 +194,7 @@ def test_bad_sampling_parameters_are_refused(field, value, allowed):
 
 
 def test_a_policy_of_a_relative_module_is_refused():
-    """Other refusals of a configuration are those of flags: tests/experiments/test_bad_flags.py."""
+    """tests/experiments/test_bad_flags.py tests other refusals of a configuration."""
     with pytest.raises(ValueError, match=r"or MODULE:ATTRIBUTE, not '\.dense:VLLM'"):
         dataclasses.replace(CONFIG, policy=".dense:VLLM")
 

@@ -1,4 +1,4 @@
-"""What a user writes into a configuration: its types and its sizes are checked where it is made."""
+"""A configuration checks the types and sizes of its fields when it is made."""
 
 import functools
 from collections.abc import Callable
@@ -117,7 +117,7 @@ def test_many_long_sequences_are_no_absurd_size():
 def test_a_context_beyond_the_models_is_refused_before_anything_is_allocated():
     config = EngineConfig(max_num_seqs=1, max_model_len=10**8)
     arrays = len(jax.live_arrays())
-    # Whoever looks at the parameters, or puts a cache on the device, fails otherwise.
+    # The parameters are None: any use of them before the check would raise another error.
     with pytest.raises(ValueError, match=r"max_model_len \(100000000\) exceeds .* \(256\)"):
         Engine.from_model(None, TINY, config)
     assert len(jax.live_arrays()) == arrays

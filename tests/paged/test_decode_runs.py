@@ -1,4 +1,4 @@
-"""Decode runs in simulated time against the same steps one by one."""
+"""Decode runs in simulated time, against the same steps taken one by one."""
 
 from dataclasses import asdict, replace
 
@@ -18,7 +18,7 @@ from paged.simulator.executor import LinearCost, SimulatedExecutor
 from paged.simulator.step_cost import StepCost
 from tests.paged.tiny import TINY
 
-TOVA = "tests.paged.kv_cache.tova:TOVA"  # of the vllm policy's host half, and grows otherwise
+TOVA = "tests.paged.kv_cache.tova:TOVA"  # has vllm's host half, but its sequences stop growing
 OPTIONS = {
     TOVA: {"budget": 20},
     "lserve": {"budget": 24, "sink": 8, "local": 8, "logical_page": 4,
@@ -40,7 +40,7 @@ def config_of(policy: str, tokens: int, **fields) -> EngineConfig:
 
 
 def served(config: EngineConfig, cost, requests, sampling, *, skip: bool, adapters: int = 0):
-    """What a run leaves: steps, requests and outputs; and the engine."""
+    """(steps, requests, outputs and final state of a run, its engine)."""
     executor = SimulatedExecutor(cost, vocab_size=61, adapter_page_s=0.03)
     engine = Engine(TINY, config, executor)
     for i in range(adapters):
@@ -61,7 +61,7 @@ def served(config: EngineConfig, cost, requests, sampling, *, skip: bool, adapte
 
 @st.composite
 def runs(draw, policy: str):
-    """A configuration, a clock, requests, and how they are sampled."""
+    """(configuration, cost of a step, requests, their sampling parameters, number of adapters)."""
     fields = {
         "run_ahead": draw(st.booleans()),
         "prefix_caching": draw(st.booleans()),
@@ -125,7 +125,7 @@ def test_a_prompt_that_waits_for_memory_enters_when_another_has_computed_their_p
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_most_steps_are_taken_together(policy):
-    """Requests that come rarely, and are long: few steps are events."""
+    """When requests are long and arrive rarely, few steps are events."""
     config = config_of(policy, 2000)
     requests = [Request(0.4 * i, [5, 6, 7], 60, ignore_eos=True) for i in range(4)]
     cost = LinearCost(1e-3, 1e-5, 1e-6)

@@ -1,4 +1,4 @@
-"""The engine against full recomputation with `models/` alone, in modes that must not matter."""
+"""The engine against full recomputation with `models/` alone, in modes that change no token."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 )
 def test_greedy_tokens_equal_full_recomputation(tiny_params, check_greedy, changes):
     engine = _engine(tiny_params, **changes)
-    if "chunked_prefill" not in changes:  # whole prompts run in steps of all sizes
+    if "chunked_prefill" not in changes:  # the case of whole prompts runs steps of all sizes
         engine = padded(engine)
     outputs = engine.generate(_prompts(9), GREEDY)
     assert all(len(o.tokens) == 20 and o.finish_reason == "length" for o in outputs)
@@ -68,7 +68,7 @@ def test_sampled_tokens_do_not_depend_on_company(tiny_params):
         for i, (t, p) in enumerate([(0, 1.0), (5, 1.0), (0, 0.8), (7, 0.9)] * 2)
     ]
     together = engine.generate(prompts, how)
-    small = _engine(tiny_params)  # a request alone has smaller programs
+    small = _engine(tiny_params)  # one request alone runs smaller programs
     alone = [small.generate([p], h)[0] for p, h in zip(prompts, how, strict=True)]
     assert [o.tokens for o in together] == [o.tokens for o in alone]
     assert together[0].tokens != together[4].tokens
@@ -84,7 +84,7 @@ def test_non_finite_logits_end_their_request_and_no_other(tiny_params):
 
 
 def test_all_sizes_of_steps_are_compiled_by_warm_up(tiny_params, check_greedy):
-    # A size that no other test has: equal engines of a process share what is compiled.
+    # No other test has this size: equal engines of a process share compiled programs.
     engine = _engine(tiny_params, max_num_seqs=2, multi_step=2, kv_cache_tokens=1008)
     engine.warm_up(progress=False)
     assert engine.metrics.compilations_warmup >= len(engine.loop._buckets.shapes())
@@ -96,7 +96,7 @@ def test_all_sizes_of_steps_are_compiled_by_warm_up(tiny_params, check_greedy):
 
 
 def test_forked_blocks_are_copied_on_the_device(tiny_params):
-    """After a fork and an append the child's pages hold what the parent's do, in every head."""
+    """After a fork and an append, the child's pages equal the parent's in every head."""
     engine = padded(_engine(tiny_params))
     engine.add_request([5] * 30, GREEDY)
     for _ in range(2):

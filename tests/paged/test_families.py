@@ -1,4 +1,4 @@
-"""Every family through the paged engine, against full recomputation with `models/` alone."""
+"""Every model family in the paged engine, against full recomputation with `models/` alone."""
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,13 @@ def test_greedy_tokens_equal_full_recomputation(name):
         first = len(output.prompt_tokens)
         for i, token in enumerate(output.tokens):
             row = rows[first + i - 1]
-            # Padding changes the order of float32 sums: nearer ties decide nothing.
+            # Padding changes the order of float32 sums, so closer logits count as ties.
             assert row[token] >= row.max() - 1e-4, (output.request_id, i, token, row.argmax())
 
 
 def test_wide_layers_run_from_a_list_on_cpus():
-    """Their size decides: the test above covers both forms only while it is large enough."""
+    """A layer's size decides between a scan and a list of layers. The test above covers both only
+    while the layers of this model are large enough for a list."""
     layers = jax.eval_shape(lambda: make(MODELS["wide"]))["layers"]
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers))
     assert size / MODELS["wide"].num_layers > CACHED_LAYER_BYTES
@@ -78,7 +79,7 @@ def test_wide_layers_run_from_a_list_on_cpus():
 
 @pytest.mark.slow
 def test_embeddings_narrower_than_the_hidden_states_are_served():
-    """As OPT-350M's: tokens and prompt log-probabilities, against `models/` alone."""
+    """Tokens and prompt log-probabilities of a model like OPT-350M, against `models/` alone."""
     config, params, tokens, _ = golden("opt_350m")
     assert config.embedding_size is not None and config.embedding_size < config.hidden_size
     engine = Engine.from_model(params, config, SMALL)

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in the engine: nothing is lost or doubled, and it goes on as if new."""
+"""Ctrl-C anywhere in the engine neither loses nor doubles a request, and the engine goes on."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ Asked = tuple[list[int], SamplingParams, Adapter | None]
 
 
 class User:
-    """Random calls of an engine, and what has come of them. It goes on after interruptions."""
+    """Makes random calls of an engine, records their outputs, and goes on after interruptions."""
 
     def __init__(self, seed: int, config: EngineConfig, points: Points):
         self.call = points.call
@@ -54,7 +54,7 @@ class User:
         self.shared = tokens(0, 20)
         self.accepted: dict[str, Asked] = {}
         self.ended: dict[str, RequestOutput] = {}
-        self.finals: Counter[str] = Counter()  # last outputs by id
+        self.finals: Counter[str] = Counter()  # number of last outputs by id
         self.streams: list[tuple[OutputStream, Asked]] = []
         self.interruptions = 0
 
@@ -91,7 +91,7 @@ class User:
 
     def abort(self) -> None:
         running = [name for name in self.accepted if name not in self.ended]
-        with suppress(ValueError):  # it may have ended
+        with suppress(ValueError):  # the request may have ended
             self.take(self.call(self.engine.abort, self.rng.choice(running or ["nobody"])))
 
     def open_stream(self) -> None:
@@ -152,7 +152,7 @@ class User:
             check(output, *self.accepted[name])
 
     def drain(self) -> None:
-        """Undisturbed; then nothing may be left."""
+        """Run the engine to its end without interrupts, and check that it holds nothing."""
         for stream, asked in self.streams:
             *_, last = stream
             assert last.finished
@@ -191,7 +191,7 @@ class User:
         if store := engine.loop.adapter_store:
             store.check()
             assert not any(resident.pins for resident in store.residents.values())
-        EventLog("log", plain(events))  # it can be read
+        EventLog("log", plain(events))  # raises if the log is not readable
 
 
 def name_of(adapter: Adapter | None) -> str | None:
@@ -201,7 +201,7 @@ def name_of(adapter: Adapter | None) -> str | None:
 def check(
     output: RequestOutput, prompt: list[int], how: SamplingParams, adapter: Adapter | None = None
 ) -> None:
-    """A whole output is that of the request alone; one that was cut short is its beginning."""
+    """Check that an output is that of the request alone, or its beginning if it was cut short."""
     assert output.prompt_tokens == prompt
     limit = min(len(prompt) + how.max_tokens, CONFIG.max_model_len)
     every = replace(how, n=how.num_sequences) if how.ranks else how
@@ -210,7 +210,7 @@ def check(
     if {s.finish_reason for s in output.sequences} & {"abort", "error"}:
         if how.num_sequences == 1:
             assert tokens[0] == expected[0][: len(tokens[0])]
-    elif how.ranks:  # of those that ended: one that was cut short is ranked last
+    elif how.ranks:  # sequences not returned may be cut short: these rank last
         assert len(tokens) == how.n and all(part in expected for part in tokens)
     else:
         assert tokens == expected
@@ -241,7 +241,7 @@ def test_interrupts_anywhere_lose_and_double_nothing(changes):
     for seed in range(20):
         count = run(seed, config)[1]
         first = rng.randrange(1, count)
-        # The later ones often meet the handling of the first.
+        # The later interrupts often hit the code that handles the first.
         points = [first, *(first + rng.randrange(1, 400) for _ in range(rng.randint(0, 4)))]
         user, _ = run(seed, config, *points)
         interruptions += user.interruptions

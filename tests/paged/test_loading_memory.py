@@ -1,4 +1,4 @@
-"""A checkpoint becomes an engine in the memory of the model and one layer of it."""
+"""Loading a checkpoint into an engine takes the memory of the model and of one more layer."""
 
 import json
 import os
@@ -26,12 +26,12 @@ MODEL = ModelConfig(
 )  # fmt: skip
 PARAMS = flatten(family(MODEL).declare(MODEL))
 SIZES = {name: 4 * int(np.prod(param.shape)) for name, param in PARAMS.items()}
-# What making an engine takes beside weights: compiled programs, pools, gaps between allocations.
+# Memory of an engine beside its weights: compiled programs, pools, gaps between allocations.
 SLACK = 2**26
 
 
 def memory(field: str) -> int:
-    """Bytes of this process, pages of mapped files included."""
+    """Bytes of memory of this process, pages of mapped files included."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split(f"{field}:")[1].split()[0])
 
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     config = EngineConfig(
         max_num_seqs=1, max_model_len=64, kv_cache_tokens=64, watermark=0.0, tensor_parallel=size
     )
-    # The memory of JAX, and of transformers, which reading config.json imports, is there already.
+    # JAX, and transformers, which `load_config` imports, take their memory before the measurement.
     jnp.zeros(1).block_until_ready()
     place = Shards(checkpoint.load_config(folder), size).place_one
     before = memory("VmRSS")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# An engine of a library user, whose program handles no signal.
+# The program of a library user, which has an engine and handles no signals.
 SCRIPT = """
 import gc, os, signal, sys, time, weakref
 from paged.engine import Engine, EngineConfig
@@ -61,7 +61,7 @@ for land in (weak_reference, finalizer, dropped_generator, collector):
 """
 
 
-# A machine on which the main thread must wait for a processor after it has started another thread.
+# On a busy machine, the main thread waits for a processor after it has started another thread.
 BUSY = """
 import threading, time
 start = threading.Thread.start

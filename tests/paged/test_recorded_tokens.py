@@ -1,4 +1,4 @@
-"""A simulated device that samples the tokens of a run that was."""
+"""A simulated device that samples the tokens of a recorded run."""
 
 import pytest
 
@@ -14,7 +14,7 @@ HOW = SamplingParams(max_tokens=6, seed=0, ignore_eos=True)
 
 
 def _again(engine: Engine) -> Engine:
-    """An engine whose device samples what that of `engine` did."""
+    """An engine whose device samples the tokens that the device of `engine` has sampled."""
     recorded = RecordedTokens(engine.events)
     executor = SimulatedExecutor(vocab_size=TINY.vocab_size, recorded=recorded)
     return Engine(TINY, engine.config, executor)
@@ -32,7 +32,7 @@ def test_the_same_requests_get_the_same_tokens(ran):
     output = again.generate([[5, 6]], HOW)[0]
     sampled = [e["tokens"][0, 0] for e in ran.events if e["event"] == "step"]
     assert output.tokens == sampled
-    # In the time that the cost model says: it knows nothing of the other device's.
+    # The time is that of the cost model: the log's times have no effect.
     assert again.metrics.requests[0].finish_s > 6 * 5e-3
 
 
@@ -45,7 +45,7 @@ def test_tokens_where_the_log_has_none_are_an_error_that_names_the_step(ran):
     longer = SamplingParams(max_tokens=9, seed=0, ignore_eos=True)
     with pytest.raises(ValueError, match="step 6: the log does not hold its tokens"):
         _again(ran).generate([[5, 6]], longer)
-    # A prompt in chunks samples nothing in its first step.
+    # A chunked prompt samples no token in its first step.
     config = EngineConfig(max_model_len=90, max_num_seqs=2, max_num_batched_tokens=4)
     engine = Engine(TINY, config, HashingExecutor(config))
     engine.generate([[5] * 6], HOW)

@@ -42,7 +42,7 @@ def recomputed(params, tokens) -> np.ndarray:
 
 
 def simulated(config: EngineConfig) -> Engine:
-    """An engine of made-up tokens. None is special, so outputs are as long as they may be."""
+    """An engine that samples made-up tokens. None is special, so outputs reach their limits."""
     return Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size, first_token=3))
 
 

@@ -1,4 +1,4 @@
-"""Random requests for engines over the twin of the device, and what these must return."""
+"""Random requests for engines over the twin of the device, and the outputs they must return."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,11 +24,11 @@ EARLY_STOPPING: list[bool | Literal["never"]] = [True, False, "never"]
 
 
 def tokens(start: int, n: int) -> list[int]:
-    """n tokens; those from another start are others."""
+    """n tokens; another start gives other tokens."""
     return [FIRST + (start + 7 * i) % (VOCAB - FIRST) for i in range(n)]
 
 
-SHARED = tokens(0, 40), tokens(29, 40)  # what prompts may begin with
+SHARED = tokens(0, 40), tokens(29, 40)  # common beginnings of prompts
 ADAPTERS = [
     Adapter(f"a{i}", "", f"content {i}", rank) for i, rank in enumerate((1, 64, 16, 20, 8, 48))
 ]
@@ -36,8 +36,12 @@ ADAPTERS = [
 
 @dataclass(frozen=True)
 class Call:
-    """A request that comes in before a step, `arrival`; abort_after: so many steps later, if it is
-    still there. adapter: which of ADAPTERS, if any are configured."""
+    """A request.
+
+    arrival: the step before which the request arrives.
+    abort_after: steps from its arrival until it is aborted, if it is unfinished then.
+    adapter: its index in ADAPTERS; ignored in a configuration without adapter slots.
+    """
 
     arrival: int
     prompt: list[int]
@@ -74,7 +78,7 @@ def configs(draw) -> EngineConfig:
 
 @st.composite
 def hows(draw, most: int) -> SamplingParams:
-    """Parameters of a request of at most so many sequences."""
+    """Sampling parameters of a request with at most `most` sequences."""
     lengths = st.sampled_from([st.just(1), st.integers(1, 40), st.integers(20, 40)])
     plain: dict[str, Any] = {
         "max_tokens": draw(draw(lengths)),

@@ -1,15 +1,15 @@
-"""A softmax over whole keys in float64, what it attends to, and how near kernels come to it."""
+"""Dense attention in float64, the pages and tokens that it reads, and the tolerance of kernels."""
 
 import jax.numpy as jnp
 import numpy as np
 
 K, D = 2, 64
 ATOL = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}
-GARBAGE = 2**30  # No page's id.
+GARBAGE = 2**30  # No page has this id.
 
 
 def dense(q_HxD, k_KxtxD, v_KxtxD, window, soft_cap):
-    """One query over whole keys in float64: attention [H, D], and log-sum-exp [H]."""
+    """Attention [H, D] and log-sum-exp [H] of one query over whole keys, in float64."""
     out, lses, heads = [], [], len(q_HxD)
     for h in range(heads):
         k, v = (np.asarray(x[h * K // heads], np.float64) for x in (k_KxtxD, v_KxtxD))
@@ -39,8 +39,10 @@ def masked(q_nxHxD, k_NxKxD, v_NxKxD, seen_KxnxN) -> np.ndarray:
 
 
 def paged(sequences, tables_SxKxM, P, named=lambda s, head, page: True) -> np.ndarray:
-    """Pools of keys and of values [2, N, P, D] with the tokens of sequences [S][2, n, K, D], NaN
-    after a sequence's last token and in pages that are not `named`."""
+    """Pools of keys and of values [2, N, P, D] with the tokens of sequences [S][2, n, K, D].
+
+    Slots after a sequence's last token, and pages that are not `named`, hold NaN.
+    """
     found = np.full((2, tables_SxKxM.size, P, sequences[0].shape[-1]), np.nan, sequences[0].dtype)
     for s, head in np.ndindex(tables_SxKxM.shape[:2]):
         for at in range(sequences[s].shape[1]):
@@ -58,7 +60,7 @@ def queries(rng, rows, G, dtype):
 
 
 def tokens(pages, table_M, length):
-    """The first `length` tokens; what entries name that are no page is not used."""
+    """The first `length` tokens; entries that name no page give tokens that no caller uses."""
     return pages[table_M % len(pages)].reshape(-1, D)[:length]
 
 

@@ -1,4 +1,4 @@
-"""Running ops as every implementation on a machine without a GPU."""
+"""Running an op with any implementation on a machine without a GPU."""
 
 import functools
 
@@ -8,7 +8,7 @@ from pallas_kernels import mosaic
 
 
 def run(op, *arguments, implementation, **options):
-    """What `op` gives; kernels run in the GPU interpreter and must have no race."""
+    """The result of `op`; kernels run in the GPU interpreter and must have no race."""
     if not implementation.startswith("mosaic_gpu"):
         return _jitted(op, implementation, *options.items())(*arguments)
     with mosaic.interpreting() as had_race:
@@ -19,7 +19,7 @@ def run(op, *arguments, implementation, **options):
 
 
 def run_spec(spec, arguments, implementation):
-    """`run` of a named argument spec, with arrays that it drew."""
+    """`run` of a named argument spec, with `arguments` that the spec drew."""
     names = list(arguments)
 
     def op(*values, **options):
@@ -29,7 +29,8 @@ def run_spec(spec, arguments, implementation):
 
 
 def assert_in_place(op, *arrays, donated: int) -> None:
-    """A program of `op` writes into the first `donated` arrays, and needs no memory of their size.
+    """Assert that `op` writes into its first `donated` arrays, without temporary memory of their
+    size.
 
     arrays: shapes or arrays.
     """

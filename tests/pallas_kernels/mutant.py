@@ -1,9 +1,9 @@
-"""A kernel without one of its waits and commits, in a process of its own: it may never end.
+"""A kernel without one of its waits or commits, in a process of its own, as it may never end.
 
     python -m tests.pallas_kernels.mutant OP NUMBER
 
-leaves out the call of that number and exits with 0 if the op still gives, without a race, what
-`reference` gives.
+The program leaves out the call of that number, and exits with 0 if the op still gives the result of
+`reference` without a race.
 """
 
 import math
@@ -29,7 +29,7 @@ from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run_spec
 
 HEADS = Heads(2, 1, 128)
-# A window, and more tiles than a block has stages: slots are filled again.
+# With a window, and with more tiles than a block has stages, slots are filled again.
 ATTENTION = Attention(
     HEADS, sequences=2, context=600, page_size=64, sliding_window=450, ragged=True
 )
@@ -38,7 +38,7 @@ ATTENTION = Attention(
 def prompt_scores(
     q_TxHxD, k_TxKxD, v_TxKxD, query_starts, *, implementation, last_rows, own, by_head
 ):
-    """The sums of `prompt_attention`, by a kernel to which the log-sum-exp of scores is given."""
+    """The sums of `prompt_attention`, by a kernel that receives the log-sum-exp of scores."""
     (T, H, D), K = q_TxHxD.shape, k_TxKxD.shape[1]
     if implementation == "reference":
         return prompt_attention.prompt_attention(
@@ -66,20 +66,20 @@ SPECS = {
     "quantised_paged_attention": paged_attention.decode(
         replace(ATTENTION, sequences=4, sliding_window=None, kv_bits=8, context=700, page_size=128)
     ),
-    # As many, of both precisions.
+    # As many tiles, in both precisions.
     "mixed_precision_attention": quantized_attention.make(
         quantized_attention.Mixed(
             HEADS, sequences=5, tokens=1200, kept=(0.4, 0.6), page_size=128, ragged=True
         )
     ),
-    # Of its two kernels the second alone, as the first is that of prefill.
+    # Only the second of its two kernels runs, as the first is that of prefill.
     "prompt_attention": replace(
         prompt_attention.prompts(
             prompt_attention.Prompts(Heads(4, 2, 64), (290, 1, 60), padding=30)
         ),
         op=prompt_scores,
     ),
-    # As many tiles, and more rows of a thread block than places for queries.
+    # As many tiles, and more rows in a thread block than places for queries.
     "select_pages": page_selection.select(
         page_selection.Selection(Heads(2, 1), 8, 4096, page_size=128, budget=512, selecting=1)
     ),
@@ -94,13 +94,12 @@ WAITS = (
 
 
 NEVER_ENDS = 3
-# A process that has used less time of a processor than this for so long waits for itself.
+# A process that uses less processor time than STILL in STILL_SECONDS waits for itself.
 STILL, STILL_SECONDS = 0.1, 5.0
 
 
 class LeaveOut:
-    """Replaces the calls that wait, arrive and commit; counts them, and leaves out that of
-    `number`."""
+    """Replaces the calls that wait, arrive or commit: counts them, and leaves out call `number`."""
 
     def __init__(self, number: int = -1):
         self.calls = 0
@@ -116,7 +115,7 @@ class LeaveOut:
 
 
 def end_if_nothing_moves() -> None:
-    """A kernel without one of its waits may wait for ever."""
+    """End the process if it stands still: a kernel without one of its waits may wait for ever."""
     before = -1.0
     while time.process_time() > before + STILL:
         before = time.process_time()
@@ -133,7 +132,7 @@ def main(op: str, number: int) -> None:
         setattr(plgpu, name, mutation.replace(getattr(plgpu, name)))
     found = run_spec(spec, arguments, "mosaic_gpu")
     rows = slice(arguments["query_starts"][-1]) if "query_starts" in arguments else slice(None)
-    if op == "mixed_precision_attention":  # Scores hold anything where there is no token.
+    if op == "mixed_precision_attention":  # Scores of absent tokens hold anything.
         found, expected = found[:1], expected[:1]
     for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
         f, e = (np.asarray(x, np.float32)[rows] for x in (f, e))

@@ -1,4 +1,4 @@
-"""What is the kernels' own: plans, lists of key tiles, and edges of tiles."""
+"""Features of the kernels alone: plans, lists of key tiles, and edges of tiles."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from tests.sweeps import swept
 
 @pytest.mark.slow
 def test_a_plan_serves_all_layers():
-    """Kernels with a plan made beforehand, and without, to the same bits."""
+    """Kernels give the same bits with a plan made beforehand and without one."""
     rng = np.random.default_rng(5)
     k_pages, v_pages = pools(rng, 30, 16, "bfloat16")
     tables = rng.integers(0, 30, (2, K, 20)).astype(np.int32)
@@ -54,8 +54,8 @@ def test_a_plan_serves_all_layers():
 
 
 HEADS_IN_TURN = [(16, 64), (4, 128), (7, 64), (8, 128)]
-# The interpreter takes long: each history and each chunk, but not all pairs of short histories, and
-# few heads over the long one.
+# The interpreter is slow: each history and each chunk occurs, but not all pairs of short histories,
+# and the long history has few heads.
 PAIRS = [(0, 128), (0, 1), (1, 127), (1, 129)]
 EDGES = [(*pair, *heads) for pair, heads in zip(PAIRS, HEADS_IN_TURN)] + [
     (4095, chunk, 1, 64) for chunk in (1, 127, 128, 129)
@@ -65,8 +65,11 @@ EDGES = [(*pair, *heads) for pair, heads in zip(PAIRS, HEADS_IN_TURN)] + [
 @pytest.mark.slow
 @pytest.mark.parametrize(("history", "chunk", "G", "dim"), swept(EDGES, 1))
 def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
-    """Chunks and histories around tiles, long ones split over thread blocks, NaN where no token
-    is, and tables of 8,192 entries, with repeated pages and ids that name none."""
+    """Chunks and histories end around the edges of tiles, and thread blocks split the long ones.
+
+    Slots without a token hold NaN. Tables have 8,192 entries, repeat pages, and name no page after
+    the last one.
+    """
     rng = np.random.default_rng(history + chunk)
     P, N, length = 16, 40, history + chunk
     k_pages, v_pages = (
@@ -75,7 +78,7 @@ def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
     last = (length - 1) // P
     tables = np.full((1, 1, 8192), GARBAGE, np.int32)
     tables[..., :last] = rng.integers(0, N - 1, last)
-    tables[..., last] = N - 1  # Alone in a sequence's last page, as its end is NaN.
+    tables[..., last] = N - 1  # No other entry names this page, as its end is NaN.
     for pages in (k_pages, v_pages):
         pages[N - 1, (length - 1) % P + 1 :] = np.nan
     q = np.asarray(jnp.asarray(rng.standard_normal((chunk, G, dim)), "bfloat16"))
@@ -93,7 +96,8 @@ def test_prefill_kernel_at_the_edges_of_tiles(history, chunk, G, dim):
 
 @pytest.mark.slow
 def test_prefill_returns_the_log_sum_exp_of_rows():
-    """Also of rows whose tiles several thread blocks read; nothing of padding."""
+    """Rows whose tiles several thread blocks read have a log-sum-exp too; rows of padding see
+    nothing."""
     shapes = Attention(Heads(2, 1, 64), 2, 1000, chunk=20, page_size=64, tokens=(1000, 30))
     arguments = specs.prefill(shapes).arguments(jax.random.key(0))
     q, k_pages, v_pages, tables, starts, lengths = arguments.values()
@@ -122,7 +126,7 @@ def test_prefill_returns_the_log_sum_exp_of_rows():
 
 @pytest.mark.slow
 def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
-    """As a sparse policy would: each tile of rows and head has a list of its own."""
+    """Each tile of rows and head has a list of its own, as a sparse policy would make it."""
     rng = np.random.default_rng(3)
     P, G, T, tile = 64, 4, 96, prefill_sm90.KV_TILE
     history, N = 900, 20

@@ -1,4 +1,4 @@
-"""Which implementation runs where."""
+"""The implementation that runs on each GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from pallas_kernels.tools.targets import TARGETS
 
 
 def _kernels_in(spec, gpu) -> bool:
-    """Whether automatic choice puts a Mosaic kernel into the program for that GPU."""
+    """True if the automatic choice puts a Mosaic kernel into the program for that GPU."""
     with backend.compiling_for(gpu):
         jaxpr = jax.make_jaxpr(lambda arguments: spec.op(**arguments, **spec.options))(
             spec.shapes()

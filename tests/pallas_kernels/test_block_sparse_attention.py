@@ -1,4 +1,4 @@
-"""Prefill in which a page of queries attends to the pages of its list, beside masks."""
+"""Prefill in which a page of queries attends to the pages of its list, against masks."""
 
 import functools
 
@@ -19,7 +19,7 @@ from tests.pallas_kernels.dense_softmax import masked, paged
 P, K, G, D, M = 4, 2, 2, 8, 12
 
 
-# Chunks after histories: none, less than a page, whole pages, more than sink and window.
+# (history, chunk): no history, less than a page, whole pages, more than sink and window.
 CHUNKS = ((0, 7), (3, 1), (0, 0), (21, 13), (8, 4), (30, 18))
 
 
@@ -28,7 +28,7 @@ CHUNKS = ((0, 7), (3, 1), (0, 0), (21, 13), (8, 4), (30, 18))
     [(1, 2, "xla"), (0, 1, "xla"), (1, 20, "xla"), (2, 1, "reference")],
 )
 def test_streaming_heads_see_sink_and_window(sink, local, implementation):
-    """Pages that no list names hold NaN, as do the tokens after a sequence's last."""
+    """NaN fills the pages that no list names and the slots after a sequence's last token."""
     rng = np.random.default_rng(2)
     counts, lengths = np.array(CHUNKS)[:, 1], np.sum(CHUNKS, axis=1)
     T, S = int(counts.sum()) + 5, len(CHUNKS)
@@ -70,7 +70,7 @@ def lists_of(*arguments):
 @settings(deadline=None, max_examples=25)
 @given(chunks=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=4, max_size=4))
 def test_tiles_are_the_pages_of_the_chunks(page_size, sink, local, chunks):
-    """Each query is in one tile, that of its page, and its list names what the rule keeps."""
+    """Each query is in the tile of its page, whose list names the pages that the rule keeps."""
     counts, lengths = np.array([count for _, count in chunks]), np.sum(chunks, axis=1)
     starts = np.append(0, np.cumsum(counts)).astype(np.int32)
     lists = lists_of(starts, lengths.astype(np.int32), 165, page_size, sink, local)

@@ -1,4 +1,4 @@
-"""JAX's CUDA plugin without a GPU, as a stand-in that dies where the real one may."""
+"""JAX's CUDA plugin without a GPU: a stand-in aborts where the real plugin may."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the interpreter cannot tell of the Ampere kernel, as its copies end at once there."""
+"""The waits of the Ampere kernel, which the interpreter cannot check: its copies end at once."""
 
 import functools
 
@@ -19,8 +19,8 @@ from tests.sweeps import swept
 def test_every_product_finds_its_copies_ended_and_no_copy_overwrites_what_is_yet_to_be_read(
     monkeypatch, D, P, tiles
 ):
-    """The kernel's copies, waits and products in the order of a run, by the rule of cp.async:
-    after wait(n), all copies begun before have ended but the latest n."""
+    """The kernel's copies, waits and products are recorded in order, and checked by cp.async's
+    rule: wait(n) ends all earlier copies but the latest n."""
     one_block = functools.partial(schedule.decode_schedule, blocks=1)
     monkeypatch.setattr(schedule, "decode_schedule", one_block)
     tile = split_kv.tile_tokens(D, jnp.bfloat16)
@@ -50,7 +50,7 @@ def test_every_product_finds_its_copies_ended_and_no_copy_overwrites_what_is_yet
     stages = decode_sm80.STAGE_BYTES // (2 * tile * D * pages.dtype.itemsize)
     assert sum(name == "mma" for name, _ in events) == 2 * tiles
     assert _in_order(events, tile // P, 2 * stages)
-    # Waits for keys and for values take turns; neither can be left out.
+    # Waits for keys and waits for values alternate, and neither can be left out.
     waits = [i for i, (name, _) in enumerate(events) if name == "wait_copies"]
     for left_out in (waits[::2], waits[1::2]):
         fewer = [event for i, event in enumerate(events) if i not in left_out]
@@ -58,8 +58,8 @@ def test_every_product_finds_its_copies_ended_and_no_copy_overwrites_what_is_yet
 
 
 def _in_order(events, copies: int, slots: int) -> bool:
-    """Whether each product finds the `copies` of its operand ended, and no copy begins before the
-    product that read its slot, of `slots`."""
+    """True if the `copies` of each product's operand have ended before it, and no copy begins
+    before the product that read its slot (there are `slots`)."""
     begun = ended = products = 0
     for name, newer in events:
         if name == "copy_async":

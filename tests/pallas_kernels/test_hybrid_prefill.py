@@ -1,4 +1,4 @@
-"""Prefill of dense and streaming heads at once, beside masks, and the schedule of its launch."""
+"""Prefill of dense and streaming heads in one launch, against masks, and the launch's schedule."""
 
 import functools
 
@@ -34,7 +34,7 @@ CHUNKS = ((0, 35), (37, 1), (90, 21))
     ],
 )  # fmt: skip
 def test_dense_heads_read_all_and_streaming_heads_their_lists(implementation, dense):
-    """NaN after each sequence's last token, and in the pages that no head's list names."""
+    """NaN fills slots after a sequence's last token, and pages that their head does not read."""
     rng = np.random.default_rng(3)
     dtype = "bfloat16" if implementation == "mosaic_gpu" else "float32"
     counts, lengths = np.array(CHUNKS)[:, 1], np.sum(CHUNKS, axis=1)
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_the_plan_of_a_long_prompt_takes_little_memory():
-    """131,072 tokens and 64 query heads: all pairs of items and rows would take 96 GB."""
+    """A plan over all pairs of items and rows would take 96 GB: 131,072 tokens, 64 query heads."""
     T, page = 131072, 64
 
     def plan(starts, lengths):

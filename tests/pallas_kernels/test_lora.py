@@ -33,7 +33,7 @@ def _cast(x, dtype):
 
 
 def _pools(rng, width_in, width_out, dtype):
-    """Stacks whose layers differ. What an adapter does not have is not-a-number."""
+    """Stacks of A and B, in which the last page and the layer other than LAYER hold NaN."""
     a = rng.standard_normal((L, N, 16, width_in)) * width_in**-0.5
     b = rng.standard_normal((L, N, 16, width_out)) / 4
     a[:, -1] = b[:, -1] = np.nan
@@ -42,7 +42,7 @@ def _pools(rng, width_in, width_out, dtype):
 
 
 def _adapters(rng):
-    """Adapters of 0 to Q pages; they share pages, and their other entries name the last page."""
+    """Adapters of 0 to Q pages, which they may share; their other entries name the last page."""
     counts = rng.integers(0, Q + 1, A).astype(np.int32)
     counts[:2] = 1, Q
     pages = rng.integers(0, N - 1, (A, Q)).astype(np.int32)
@@ -51,7 +51,8 @@ def _adapters(rng):
 
 
 def _segments(rng, lengths, gaps, S):
-    """Runs of these lengths after gaps, each of some adapter, and what is beyond their count."""
+    """Segments of these lengths after gaps, each of some adapter; rows beyond their count hold
+    anything."""
     slots, starts, ends = (rng.integers(0, A, S).astype(np.int32) for _ in range(3))
     at = 0
     for s, (length, gap) in enumerate(zip(lengths, gaps)):
@@ -78,7 +79,7 @@ def _expected(x, a, b, tables, v_dtype):
     return v, y
 
 
-# Numbers of tokens, and of tokens without an adapter before them.
+# (tokens of a run, tokens without an adapter before it)
 RUNS_OF_TOKENS = st.lists(
     st.tuples(
         st.sampled_from([0, 1, 1, 2, 7, 8, 9, 33, 63, 64, 65]), st.sampled_from([0, 0, 0, 1, 3, 13])
@@ -88,7 +89,7 @@ RUNS_OF_TOKENS = st.lists(
 
 
 def _inputs(dtype, runs, program, seed):
-    """x, a, b and the tables of a call; as many of the runs of tokens as its T tokens can hold."""
+    """x, a, b and the tables of a call, with as many of `runs` as its T tokens can hold."""
     rng = np.random.default_rng(seed)
     T, width_in, width_out, _ = program
     while sum(map(sum, runs)) > T:
@@ -102,7 +103,7 @@ def _inputs(dtype, runs, program, seed):
 
 def _assert_near(found, expected, atol):
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=atol, rtol=atol)
-    # Exactly zero, where there is no adapter.
+    # Tokens without an adapter get exactly zero.
     assert not np.asarray(found, np.float32)[~expected.any(1)].any()
 
 
@@ -132,7 +133,7 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
         found_y = run(sgmv_expand, _cast(v, v_dtype), b, layer, *tables, dtype=dtype, **how)
         assert found_y.dtype == dtype
         _assert_near(found_y, y, atol)
-        if not kernel:  # whose two halves are all that it is
+        if not kernel:  # the kernel's sgmv is just these two halves
             found = run(sgmv, x, a, b, layer, *tables, v_dtype=v_dtype, **how)
             assert found.dtype == dtype
             _assert_near(found, y, atol)
@@ -142,7 +143,7 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
 
 @pytest.mark.parametrize("dtype, widths", [("float32", (384, 24)), ("bfloat16", (10, 40))])
 def test_a_step_of_decodes_whose_tokens_have_adapters_of_their_own(dtype, widths):
-    """As many rows of segments as tokens: xla computes single tokens at once, if they are many."""
+    """Segments have as many rows as there are tokens; xla computes many single tokens at once."""
     shrink = jax.jit(partial(sgmv_shrink, implementation="xla"))
     expand = jax.jit(partial(sgmv_expand, implementation="xla"))
     both = jax.jit(partial(sgmv, implementation="xla"))
@@ -186,8 +187,8 @@ def _live(segments):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_parts_of_a_projection_give_what_the_whole_gives(implementation):
-    """Tensor parallelism: parts of the inputs add up, parts of the outputs lie side by side, also
-    where a part is narrower than the rank."""
+    """Tensor parallelism: partial sums over inputs add up, and partial outputs lie side by side,
+    even if a part is narrower than the rank."""
     program = (40, 32, 24, None)
     x, a, b, tables = _inputs("float32", [(1, 0), (9, 1), (17, 0)], program, 5)
     _, whole = _expected(x, a, b, tables, "float32")
@@ -211,7 +212,7 @@ def test_a_batch_without_adapters_gets_zeros(implementation):
 
 
 def test_a_step_copies_no_stack_and_makes_no_second_output():
-    """In a loop over layers, as a model has it: the stacks lie outside, and `layer` is traced."""
+    """The loop over layers is a model's: the stacks lie outside it, and `layer` is traced."""
     spec = specs.make(specs.Lora(128, 128, (1, 1, 70), ranks=(16, 64), dtype="float32"))
     arguments = spec.shapes()
     layer = arguments.pop("layer")

@@ -1,4 +1,4 @@
-"""Statistics of keys and the selection of pages, beside NumPy and the definition."""
+"""Key statistics and the selection of pages, against NumPy and the definition."""
 
 import functools
 
@@ -35,8 +35,10 @@ def widened(statistics, keys, slots, written, ragged: bool, implementation: str)
 
 @IMPLEMENTATIONS
 def test_statistics_are_the_extremes_of_the_tokens_since_offset_0(implementation):
-    """Chunks that begin and end anywhere, then single tokens; pages have had other owners. Head 1
-    of the tokens has no statistics: its slots lie beyond those pages."""
+    """Chunks begin and end anywhere, single tokens follow, and pages have had other owners.
+
+    Head 1 has no statistics: its slots lie beyond the pages of statistics.
+    """
     rng, T = np.random.default_rng(0), 24
     statistics = jnp.asarray(rng.normal(size=(PAGES, P // LOGICAL, 2 * D)) * 100, jnp.float32)
     expected = np.array(statistics)
@@ -76,7 +78,7 @@ def best_pages(q_GxD, statistics, table, num_pages: int, count: int) -> list[int
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_with_the_largest_scores_are_selected(implementation, dtype):
-    """Rows that do not select are free to be anything; tables hold anything beyond their pages."""
+    """Rows that do not select may return anything; entries beyond a row's pages are arbitrary."""
     rng = np.random.default_rng(1)
     R, M, count = 5, 70, 3
     keys = rng.normal(size=(90, P // LOGICAL, LOGICAL, D))
@@ -128,7 +130,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_statistics_are_written_in_place():
-    """Neither the read of what is there nor the write copies the array."""
+    """Neither the read of the old statistics nor the write copies the array."""
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((4096, 4, 2 * 64), "float32"), ((32, 4, 64), "float32"))

@@ -39,8 +39,10 @@ SOFT_CAPS = [None, None, 2.0, 2.0, None, None]
 
 
 def _programs(implementation, groups):
-    """(page size, sliding window, soft cap, queries of a KV head): each is compiled anew, so they
-    are few, and examples differ in lengths and contents."""
+    """(page size, sliding window, soft cap, queries of a KV head) of programs.
+
+    Each program is compiled anew, so there are few; examples differ in lengths and contents.
+    """
     sizes = [16, 32, 64, 128] if implementation.startswith("mosaic_gpu") else [1, 16, 64]
     return st.sampled_from(
         [
@@ -51,8 +53,10 @@ def _programs(implementation, groups):
 
 
 def _rows(implementation, sequences, most, nothing):
-    """As many sequences in each example, for one program; an interpreted kernel would take longer
-    for them than to be compiled anew."""
+    """Pad the sequences to `most`, so that all examples share a program.
+
+    An interpreted kernel gets no padding, which would take it longer than a new compilation.
+    """
     padding = 0 if implementation.startswith("mosaic_gpu") else most - len(sequences)
     return sequences + [nothing] * padding
 
@@ -86,7 +90,7 @@ def test_decode_matches_dense_softmax(implementation, dtype):
         per_head = np.array([[n, max(n - 3, 0)] for n in lengths], np.int32)
         q = queries(rng, S, G, dtype)
         for s, h in np.ndindex(S, K):
-            # Entries that hold no token that is read name no page.
+            # Entries whose tokens the kernel does not read name no page.
             last = max(per_head[s, h] - 1, 0) // P
             first = max(per_head[s, h] - (window or per_head[s, h]), 0) // P
             tables[s, h, last + bool(per_head[s, h]) :] = GARBAGE
@@ -107,7 +111,8 @@ def test_decode_matches_dense_softmax(implementation, dtype):
             assert_near(out[s], expected, dtype)
             assert_near(lse[s], expected_lse, dtype)
             for h in range(K * G):
-                # Values weighted by probabilities of the scores are the attention again.
+                # Values weighted by the probabilities of the returned scores are the attention
+                # again.
                 value = tokens(v_pages, tables[s, h // G], per_head[s, h // G])
                 weighted = probs[s, h, : len(value)] @ np.asarray(value, np.float64)
                 assert_near(weighted, expected[h], dtype)
@@ -118,7 +123,7 @@ def test_decode_matches_dense_softmax(implementation, dtype):
 
 @every_run
 def test_prefill_matches_dense_softmax(implementation, dtype):
-    """Ragged chunks (new tokens, tokens already cached), with padding rows behind them."""
+    """Ragged chunks (new tokens, cached tokens), with padding rows after them."""
 
     @_examples(implementation)
     @given(
@@ -193,7 +198,7 @@ def test_a_page_offset_is_added_to_every_page_id(implementation, dtype, offset):
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize(("implementation", "dtype"), DECODE_RUNS)
 def test_what_a_former_owner_left_in_a_page_reaches_no_decode(implementation, dtype, window):
-    """Positions beyond a length, or before the window, may hold anything, not-a-number included."""
+    """Slots after a sequence's length, or before its window, may hold anything, NaN included."""
     rng = np.random.default_rng(1)
     lengths = np.full((1, K), 20, np.int32)
     for G in (3,) if implementation.startswith("mosaic_gpu") else (1, 3):
@@ -212,7 +217,7 @@ def test_what_a_former_owner_left_in_a_page_reaches_no_decode(implementation, dt
 @pytest.mark.parametrize("window", [None, 5])
 @every_run
 def test_what_a_former_owner_left_in_a_page_reaches_no_prefill(implementation, dtype, window):
-    """The chunk is the last 12 of 20 tokens, so with a window of 5 it sees none before the 5th."""
+    """The chunk is the last 12 of 20 tokens: with a window of 5, it sees none before the 5th."""
     rng = np.random.default_rng(1)
     starts, total = np.array([0, 12], np.int32), np.array([20], np.int32)
     for G in (3,) if implementation.startswith("mosaic_gpu") else (1, 3):
@@ -243,7 +248,7 @@ def test_numpy_arrays_serve_eagerly_and_as_constants_of_a_program(implementation
 
 
 def test_a_window_of_heads_without_a_whole_page_reads_no_other_page():
-    """Nor does the loop over whole pages: page 0, which is no one's, holds NaN."""
+    """No sequence holds page 0, which is NaN: the loop over whole pages must not read it either."""
     rng = np.random.default_rng(6)
     k_pages, v_pages = (x.copy() for x in pools(rng, 6, 16, "float32"))
     k_pages[0] = v_pages[0] = np.nan
@@ -260,7 +265,8 @@ TWO_PAGES = np.zeros((1, K, 2), np.int32) + np.array([1, 2], np.int32)
 
 
 def _assert_same_over_garbage(attend, rng, dtype, before):
-    """Of 20 tokens in pages 1 and 2, all beyond, and the first so many, become not-a-number."""
+    """Assert equal results after NaN fills the slots beyond 20 tokens of pages 1 and 2, and the
+    slots of the first `before` tokens."""
     k_pages, v_pages = pools(rng, 4, 16, dtype)
     clean = attend(k_pages, v_pages)
     k_pages, v_pages = k_pages.copy(), v_pages.copy()
@@ -271,7 +277,7 @@ def _assert_same_over_garbage(attend, rng, dtype, before):
 
 @pytest.mark.parametrize(("implementation", "dtype"), DECODE_RUNS)
 def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
-    """One whose values have overflowed, between others: the longest, and then the last."""
+    """NaN fills the values of the first sequence and then of the last, each time the longest."""
     rng = np.random.default_rng(4)
     k_pages, v_pages = (x.copy() for x in pools(rng, 20, 16, dtype))
     tables = np.arange(1, 19, dtype=np.int32).reshape(3, K, 3)

@@ -25,8 +25,8 @@ D, K, G = 32, 2, 3
     ],
 )
 def test_the_prompt_kernels_are_near_reference(heads, group, dim, dtype, which):
-    """Prompts that end within tiles, of which one needs several, one of a token, and an empty one;
-    a tile of keys that two thread blocks share."""
+    """Prompts end within tiles: one needs several tiles, one has a token, and one is empty. Two
+    thread blocks share a tile of keys."""
     rng, starts, T = np.random.default_rng(4), [0, 400, 401, 401, 450], 460
     arguments = [
         jnp.asarray(rng.normal(size=(T, h, dim)), dtype) for h in (heads * group, heads, heads)
@@ -53,7 +53,7 @@ def test_the_prompt_kernels_are_near_reference(heads, group, dim, dtype, which):
     last_rows=st.none() | st.integers(1, 300), own=st.booleans(),
 )  # fmt: skip
 def test_items_of_prompts_hold_each_query_that_counts_once(counts, last_rows, own):
-    """And pages hold each prompt's rows in order."""
+    """Pages hold each prompt's rows in order as well."""
     starts = np.cumsum([0, *counts])
     schedule = plan_prompt_attention(
         starts, 4 * 320, 2, 2, last_rows=last_rows, own=own, implementation="mosaic_gpu"
@@ -92,7 +92,8 @@ def test_items_of_prompts_hold_each_query_that_counts_once(counts, last_rows, ow
     ],
 )  # fmt: skip
 def test_prompts_and_the_scores_that_their_tokens_received(implementation, last_rows, own, by_head):
-    """Two prompts of which one needs several tiles, one of a token, an empty row and padding."""
+    """Two prompts, of which one needs several tiles, a prompt of one token, an empty row, and
+    padding."""
     rng, starts, T = np.random.default_rng(2), [0, 150, 151, 151, 230], 240
     q, k, v = (rng.normal(size=(T, h, D)).astype(np.float32) for h in (K * G, K, K))
     run = jax.jit(partial(

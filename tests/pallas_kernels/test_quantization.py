@@ -1,4 +1,4 @@
-"""The quantiser against its promises, pages against numpy, and attention over them."""
+"""The quantiser against its bounds, pages against numpy, and attention over pages."""
 
 from functools import partial
 
@@ -30,12 +30,13 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def in_numpy(pages: QuantizedPages):
-    """(values [N, P, D], scales and zero points [N, P, g]) in float64, as format.py says."""
+    """(values [N, P, D], scales and zero points [N, P, g]) in float64, by the layout of
+    format.py."""
     format, P, words = pages.format, pages.page_size, np.asarray(pages.words)
     codes = words[:, : P * format.code_words].reshape(len(words), P, -1)
     halves = words[:, P * format.code_words :].reshape(len(words), P, -1, 1).view(np.float16)
     scale, zero = halves.astype(np.float64).transpose(3, 0, 1, 2)
-    # Planes of a group's words.
+    # The words of a group hold its elements in planes.
     words_of_group = format.code_words // format.groups
     group, element = np.divmod(np.arange(format.head_dim), format.head_dim // format.groups)
     plane, word = np.divmod(element, words_of_group)
@@ -64,7 +65,7 @@ def test_every_element_is_within_half_a_scale(format, x):
     scale, zero = np.asarray(scales)[..., None].view(np.float16).astype(np.float64).T
     scale, zero = scale.T, zero.T
     by_group = np.clip(x.astype(np.float64), -LIMIT, LIMIT).reshape(*scale.shape, -1)
-    # What float32 rounds in between, and what the device takes for zero.
+    # float32 rounds in between, and the device treats tiny numbers as zero.
     slack = 2e-7 * np.abs(by_group).max(-1) + 1e-37
     assert (zero <= by_group.min(-1) + 1e-37).all()
     assert (zero + scale * format.most >= by_group.max(-1) - slack).all()
@@ -91,7 +92,7 @@ def test_a_token_that_is_not_finite_reads_as_nan_and_harms_no_other(format):
 
 
 def filled(rng, N, P, format) -> tuple[QuantizedPages, np.ndarray]:
-    """Pages of random tokens, and these."""
+    """Pages of random tokens, and the tokens."""
     x = rng.standard_normal((N * P, 1, format.head_dim)).astype(np.float32)
     slots = np.arange(N * P, dtype=np.int32)[:, None]
     pages = QuantizedPages.zeros(N, P, format)
@@ -130,7 +131,7 @@ def test_unscaled_pages_hold_the_tokens_as_they_are():
 def test_a_token_takes_the_bytes_of_its_codes_scales_and_zero_points():
     assert [KVFormat(bits, 128).token_bytes for bits in (8, 4, 2, 1)] == [132, 68, 36, 20]
     assert KVFormat(4, 128, groups=4).token_bytes == 80
-    # DiffKV's tokens without their scores and positions: K8V4 and K4V2.
+    # DiffKV's K8V4 and K4V2 tokens take 8 bytes more, for score and position.
     assert KVFormat(8, 128).token_bytes + KVFormat(4, 128).token_bytes == 208 - 8
     assert KVFormat(4, 128).token_bytes + KVFormat(2, 128).token_bytes == 112 - 8
     pages = QuantizedPages.zeros(3, 16, KVFormat(4, 128))
@@ -155,14 +156,17 @@ over_quantised_pages = pytest.mark.parametrize(
     swept([(4, 64, 7, 128, "bfloat16", 90), (8, 32, 2, 64, "float16", None)], 1),
 )
 def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window):
-    """Lengths around pages and tiles, of which rows are cut; ids that name no page where no token
-    is read, NaN where a former owner was, and the scores of all tokens."""
+    """Lengths end around pages and tiles, and thread blocks split rows.
+
+    Entries without a token to read name no page, slots of a former owner hold NaN, and all scores
+    are compared.
+    """
     rng = np.random.default_rng(6)
     lengths = np.array([[4 * P + 1, 1], [0, P], [3 * P - 1, 9 * P]], np.int32)
     N, M, format = 30, 10, KVFormat(bits, dim)
     k_pages, v_pages = (filled(rng, N, P, format)[0] for _ in range(2))
     nan = np.full((5, 1, dim), np.nan, np.float32)
-    poison = jax.jit(QuantizedPages.write)  # the last page's end
+    poison = jax.jit(QuantizedPages.write)  # fills the last page's end
     last = N * P - 5 + np.arange(5, dtype=np.int32)[:, None]
     k_pages, v_pages = (poison(x, nan, last) for x in (k_pages, v_pages))
     tables = rng.integers(0, N - 1, (3, 2, M))
@@ -170,7 +174,7 @@ def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window)
     entry, first = np.arange(M), np.maximum(lengths - (window or 2**30), 0)
     held = (entry < -(-lengths // P)[..., None]) & (entry >= (first // P)[..., None])
     tables = np.where(held, tables, 10**6).astype(np.int32)
-    # Multiples of 1/16: float32 has sums of products with codes exactly.
+    # With multiples of 1/16, float32 holds the sums of products with codes exactly.
     q = np.asarray(jnp.asarray(np.round(16 * rng.standard_normal((3, 2 * group, dim))) / 16, dtype))
     options: dict = {
         "sliding_window": window, "soft_cap": 3.0, "return_lse": True, "return_scores": True,
@@ -189,7 +193,7 @@ def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window)
 
 
 def pools_of(rng, N, P, formats):
-    """Pools, and what they hold; page N is of words that no quantiser writes."""
+    """Pools, and the values that they hold; page N has words that no quantiser writes."""
     pools = []
     for format in formats:
         pages, _ = filled(rng, N, P, format)
@@ -226,7 +230,7 @@ def test_decode_matches_dense_softmax(implementation, formats, P, G, window):
 
 @over_quantised_pages
 def test_prefill_matches_dense_softmax(implementation, formats):
-    """Chunks of tokens, of which some are cached already; the rest of the last pages is garbage."""
+    """Chunks of new tokens, some after cached ones; the rest of each last page is garbage."""
     rng, P, N, G = np.random.default_rng(3), 16, 40, 2
     chunks = [(5, 0), (70, 30), (0, 0), (1, 100)]  # new tokens, cached ones
     (k_pages, keys), (v_pages, values) = pools_of(rng, N, P, formats)
@@ -250,7 +254,7 @@ def test_prefill_matches_dense_softmax(implementation, formats):
 
 @pytest.mark.slow  # four programs
 def test_what_a_former_owner_left_reaches_no_one():
-    """Its scales are not-a-number, behind the tokens that are read."""
+    """The slots behind the tokens that are read have scales of NaN."""
     rng, P = np.random.default_rng(4), 16
     (k_pages, _), (v_pages, _) = pools_of(rng, 4, P, PAIRS[0])
     tables, lengths = np.zeros((1, K, 1), np.int32), np.full((1, K), 9, np.int32)

@@ -40,13 +40,14 @@ def test_a_token_takes_the_bytes_of_its_codes_scales_score_and_position(name, to
         of_scales = 8 * groups * scaled
         codes = (token_bytes - 8 - 8 * scaled) * head_dim // 128
         assert format.token_bytes == codes + of_scales + 8
-        # Sections begin at whole 16 bytes: a page lacks a few words of what it could hold.
+        # Sections begin at multiples of 16 bytes, so a page may hold one token less than its bytes
+        # allow.
         assert format.tokens in (4 * 4096 // format.token_bytes - k for k in (0, 1))
         assert all(section.first % 4 == 0 for section in format.sections)
 
 
 def test_the_authors_page():
-    """6,784 bytes hold 32 tokens of K8V4 or 60 of K4V2, whose sections are aligned."""
+    """A page of 6,784 bytes holds 32 tokens of K8V4 or 60 of K4V2, whose sections are aligned."""
     high = PageFormat.holding(32, *parse_format("K8V4", 128, "float16"))
     assert 4 * high.words == 32 * 208 == 6656
     assert PageFormat(*parse_format("K4V2", 128, "float16"), words=6784 // 4).tokens == 60
@@ -79,14 +80,15 @@ def test_floats_are_kept_as_they_are(dtype):
 
 
 class Pool:
-    """Pages with random tokens of random precision, and what their tokens are in float32."""
+    """Pages with random tokens of random precision, and the float32 values of these tokens."""
 
     def __init__(self, formats, *counts, M: int, single: int = 0, seed: int = 0):
-        """counts: [S, K] tokens of each precision, of which three have `single` columns of M for
-        the highest."""
+        """counts: [S, K] tokens of each precision.
+        single: with three precisions, the columns of M for the highest.
+        """
         rng = np.random.default_rng(seed)
         R, N = S * K, S * K * M + 5
-        # What former owners leave reads as NaN in scales and in floats.
+        # Tokens of former owners read as NaN, in scales and in floats.
         words = jnp.full((N, formats[0].words), 0x7FFF7FFF, jnp.uint32)
         tables = rng.permutation(N)[: R * M].reshape(R, M).astype(np.int32)
         self.tokens: list[list[tuple]] = [[] for _ in range(R)]
@@ -95,11 +97,12 @@ class Pool:
         firsts = [0] * (len(counts) == 3) + [single, M - 1]
         for format, of_heads, first in zip(formats, counts, firsts, strict=True):
             P, t = format.tokens, format.key_group or 1
-            units = -(-of_heads.reshape(-1) // t)  # whole groups, though not all is read
+            units = -(-of_heads.reshape(-1) // t)  # a group is written whole, even if read in part
             n, row = int(units.sum()), np.repeat(np.arange(R), units)
             at = t * np.concatenate([np.arange(count) for count in units])
             column = first - at // P if first == M - 1 else first + at // P
-            # What fills it up to one size for all, so that one program serves, is dropped.
+            # Padding to one size, so that one program serves, goes to page N and beyond, where the
+            # write drops it.
             page, place = N + np.arange(most), np.zeros(most, np.int64)
             page[:n], place[:n] = tables[row, column], at % P
             dim = format.keys.head_dim
@@ -120,7 +123,7 @@ class Pool:
 
 @partial(jax.jit, static_argnums=4)
 def _write(words, page, at, tokens, format):
-    """(words with tokens, and what these read as)"""
+    """(words with the tokens written, keys and values that they read as)"""
     both = []
     for x, each in ((tokens.keys, format.keys), (tokens.values, format.values)):
         by_channel = each is format.keys and format.key_group
@@ -139,7 +142,7 @@ def formats_of(*names: str, P: int = 4, dim: int = D, dtype="bfloat16") -> tuple
 
 
 def check(formats, *counts, M, single=0, implementation="xla", seed=0) -> None:
-    """Attention, log-sum-exp and the probabilities of tokens of a random `Pool`, in float64."""
+    """Compare attention, log-sum-exp and probabilities of a random `Pool` with float64."""
     pool = Pool(formats, *counts, M=M, single=single, seed=seed)
     q = np.random.default_rng(seed + 1).normal(size=(S, K * G, D)).astype(np.float32)
     results = attention(q, pool.words, pool.tables, pool.counts, formats, implementation, single)
@@ -172,7 +175,7 @@ def attention(q, words, tables, counts, formats, implementation, single=0):
 
 @pytest.mark.parametrize(
     "name",
-    # Of each number of bits one; papers/diffkv/test_performance.py reads a pool of the others.
+    # Each number of bits occurs once; papers/diffkv/test_performance.py reads a pool of the others.
     [
         "K4V1", "K16V16",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("K8V4", "K2V4", "K32V32")),
@@ -181,7 +184,7 @@ def attention(q, words, tables, counts, formats, implementation, single=0):
     ],
 )  # fmt: skip
 def test_each_format_beside_another(name):
-    """Heads without tokens of one precision or of both, and pages that are not full."""
+    """Some heads have no tokens of one precision or of both, and pages are not full."""
     formats = formats_of("K32V32", name)
     high, low = np.array([[0, 5], [9, 0], [4, 1]]), np.array([[0, 0], [3, 17], [30, 2]])
     check(formats, high, low, M=14)
@@ -196,7 +199,7 @@ def test_each_format_beside_another(name):
     ],
 )  # fmt: skip
 def test_keys_by_channel_beside_others(name, group, implementation):
-    """Groups that are read in part, and heads without any. Pages have no scores."""
+    """Some groups are read in part, some heads have no groups, and pages have no scores."""
     highest = parse_format("K32V32", D, "float32")
     first = PageFormat.holding(12, *highest, scored=False)
     lower = parse_format(name, D, "float32", 2, group)
@@ -227,7 +230,7 @@ MIXES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=S *
 @given(mix=MIXES, seed=st.integers(0, 99))
 def test_random_mixes(implementation, mix, seed):
     high, low = np.array(mix).T.reshape(2, S, K)
-    # 15 pages of high and 18 of low precision at most.
+    # A head has at most 15 pages of high and 18 of low precision.
     formats = formats_of("K8V4", "K4V2")
     check(formats, high, low, M=33, implementation=implementation, seed=seed)
 
@@ -242,12 +245,13 @@ def test_random_mixes(implementation, mix, seed):
     ], 2),
 )  # fmt: skip
 def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
-    """Heads without tokens of one precision or of both, pages that are not full, and rows that are
-    cut between and within precisions.
+    """Some heads have no tokens of one precision or of both, pages are not full, and rows are cut
+    between and within precisions.
 
-    Queries are multiples of 1/16, so that float32 has sums of their products with codes exactly,
-    whatever a kernel adds to codes. Of scores remains what `dim` roundings of the products with
-    keys are off by: dim * 2**-24 * sum(|q k|) / sqrt(dim) < 1e-4, where the sum is 120 at most.
+    Queries are multiples of 1/16, so that float32 holds the sums of their products with codes
+    exactly, whatever a kernel adds to codes. The remaining error of a score is that of `dim`
+    rounded products with keys: dim * 2**-24 * sum(|q k|) / sqrt(dim) < 1e-4, where the sum is 120
+    at most.
     """
     formats = formats_of(*names, P=P, dim=dim, dtype=dtype)
     high, low = np.array([[0, 5], [190, 0], [64, 700]]), np.array([[0, 0], [3, 117], [300, 2]])
@@ -276,7 +280,7 @@ def test_the_decode_kernel_is_near_reference(names, P, dim, group, dtype):
 
 @pytest.mark.parametrize("names", [("K8V4", "K4V2"), ("K8V8", "K8V4", "K4V2")])
 def test_either_device_returns_the_same_shapes(names):
-    """A program of both is compiled for the one that it runs on."""
+    """A program contains both implementations until XLA compiles it for its device."""
     formats, M, single = formats_of(*names, P=32, dim=128), 23, 5 * (len(names) == 3)
     runs, like = table_runs(len(names), M, single), jax.ShapeDtypeStruct
     counts = tuple(like((2, 2), jnp.int32) for _ in names)
@@ -298,7 +302,7 @@ def test_either_device_returns_the_same_shapes(names):
 
 @pytest.mark.slow
 def test_more_than_4800_tokens():
-    """The authors' kernel gives wrong scores there."""
+    """The authors' kernel gives wrong scores for so many tokens."""
     high, low = np.array([[4801, 3], [2500, 7], [0, 1]]), np.array([[40, 0], [2700, 8], [5003, 0]])
     check(formats_of("K8V4", "K4V2"), high, low, M=1300)
 
@@ -307,7 +311,7 @@ def test_more_than_4800_tokens():
     "implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)]
 )
 def test_three_precisions(implementation):
-    """Heads without tokens of one precision, of two and of all."""
+    """Heads have no tokens of one precision, of two or of all."""
     top = np.array([[0, 9], [4, 13], [0, 1]])
     high, low = np.array([[0, 5], [9, 0], [4, 0]]), np.array([[0, 30], [0, 17], [60, 0]])
     formats = formats_of("K16V16", "K8V4", "K4V2")
@@ -346,7 +350,7 @@ def test_arguments_that_do_not_fit_are_refused():
     ],
 )
 def test_pages_of_head_dim_128_that_the_kernel_reads(names, sizes):
-    """As pallas_kernels/README.md says."""
+    """The sizes are those in pallas_kernels/README.md."""
     read = []
     for tokens in (16, 32, 64, 128):
         formats = formats_of(*names, P=tokens, dim=128)

@@ -1,4 +1,4 @@
-"""The library's README holds what it shows."""
+"""The example in the library's README runs."""
 
 import doctest
 from pathlib import Path

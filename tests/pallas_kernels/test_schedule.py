@@ -71,7 +71,7 @@ def _work(lengths, blocks):
 )
 @pytest.mark.parametrize("blocks", [264, 216])
 def test_thread_blocks_have_equal_parts(lengths, has_partials, blocks):
-    """At Llama-3-8B's eight KV heads, on GPUs of 132 and 108 multiprocessors."""
+    """Lengths of Llama-3-8B's eight KV heads, on GPUs of 132 and 108 multiprocessors."""
     work, partials = _work(np.repeat(np.array(lengths)[:, None], 8, 1), blocks)
     assert (work == 0).mean() <= 0.05
     # No part is smaller than a tile.
@@ -91,7 +91,7 @@ def test_thread_blocks_have_equal_parts(lengths, has_partials, blocks):
 )  # fmt: skip
 def test_prefill_items_cover_each_row_and_what_it_sees(chunks, program):
     (window, G, blocks, padding), K, tile = program, 2, prefill_sm90.KV_TILE
-    chunks += [(0, 0)] * (4 - len(chunks))  # As many in each example, for few programs.
+    chunks += [(0, 0)] * (4 - len(chunks))  # Every example has four chunks, for few programs.
     counts = [n for n, _ in chunks]
     starts = np.cumsum([0, *counts]).astype(np.int32)
     lengths = np.array([n + cached for n, cached in chunks], np.int32)
@@ -133,7 +133,7 @@ def test_a_short_chunk_over_a_long_history_is_spread_over_the_gpu():
 
 @pytest.mark.parametrize("blocks", [1, 3, 11])
 def test_an_odd_number_of_thread_blocks_has_places_for_all_partial_results(blocks):
-    """One tile of rows for all of them, as 12 query heads on 132 multiprocessors may have."""
+    """All thread blocks share one tile of rows, as with 12 query heads on 132 multiprocessors."""
     work = jnp.array([schedule.MIN_TILES * blocks])
     zero = jnp.zeros(1, jnp.int32)
     fields = [zero, zero, zero, zero + 16, work * 128 - 16, work * 128]

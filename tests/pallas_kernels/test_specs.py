@@ -11,10 +11,10 @@ from pallas_kernels.paged_attention import specs
 from pallas_kernels.specs import Attention, Heads
 from tests.pallas_kernels.interpreted import run_spec
 
-# Of the small arguments of an op, slow tests have these, and the sweeps all.
+# Slow tests run these of an op's small arguments; the sweeps run all of them.
 FIRST = ("small", "large-logits", "bundled")
-# Each is its kernel's only case of something: split-K; a ring that wraps; query slots that are used
-# again; a decode step; copies of 128 columns.
+# Each is the only case of a feature of its kernel: split-K; a ring that wraps; query slots that are
+# used again; a decode step; copies of 128 columns.
 ALSO = {
     ("sgmv", "one"), ("sgmv", "down"), ("select_pages", "many-tiles"),
     ("write_key_statistics", "decode"), ("write_key_statistics", "dim128"), ("write_kv", "dim128"),
@@ -87,7 +87,7 @@ def test_every_implementation_is_near_reference(op, name, implementation):
 
 
 def test_every_op_has_a_case_outside_of_the_sweeps():
-    """A renamed spec would leave them in silence."""
+    """A renamed spec would drop out of FIRST or ALSO silently."""
     names = {op: OPS[op].checked(True).keys() for op in OPS}
     assert all(set(FIRST) & of_op for of_op in names.values())
     assert all(name in names[op] for op, name in ALSO)

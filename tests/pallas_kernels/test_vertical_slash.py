@@ -1,4 +1,4 @@
-"""Index tables of the best columns and diagonals, beside sums over whole attention maps."""
+"""Index tables of the best columns and diagonals, against sums over whole attention maps."""
 
 import functools
 
@@ -21,19 +21,21 @@ from pallas_kernels.quantization import KVFormat, QuantizedPages
 from tests.pallas_kernels.dense_softmax import masked, paged
 
 P, K, G, D, M = 4, 2, 2, 8, 24
-# Histories and chunks, longer than the queries that are looked at and shorter; the last but one row
-# is to read all pages.
+# (history, chunk), longer and shorter than the queries that select pages. The last row but one
+# reads all pages.
 CHUNKS = ((0, 7), (10, 80), (0, 0), (21, 13), (30, 18), (2, 61))
 SPARSE = np.array([True, True, True, True, False, True])
-PROMPTS = np.array([7, 90, 0, 62, 48, 97])  # of which two chunks do not see the end
-SEGMENT = 68  # tokens, more than tell
+PROMPTS = np.array([7, 90, 0, 62, 48, 97])  # two chunks end before their prompt does
+SEGMENT = 68  # in tokens, more than LAST_QUERIES
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "xla"])
 
 
 @functools.cache
 def drawn():
-    """(q, keys and values [S][2, n, K, D], pools, tables, starts, lengths); tokens that there are
-    not hold NaN. Keys of a few columns are large, so that they stand out."""
+    """(q, keys and values [S][2, n, K, D], pools, tables, starts, lengths); empty slots hold NaN.
+
+    Keys of a few columns are large, so that these columns stand out.
+    """
     rng = np.random.default_rng(5)
     counts, lengths = np.array(CHUNKS)[:, 1], np.sum(CHUNKS, axis=1)
     S, T = len(CHUNKS), int(counts.sum()) + 5
@@ -47,7 +49,7 @@ def drawn():
 
 
 def probabilities(q_nxHxD, keys_nxKxD, first: int) -> np.ndarray:
-    """[K, queries, keys], of the query heads of a KV head together."""
+    """Probabilities [K, queries, keys], summed over the query heads of a KV head."""
     seen = np.arange(len(keys_nxKxD)) <= first + np.arange(len(q_nxHxD))[:, None]
     maps = np.zeros((K, *seen.shape))
     for h in range(K * G):
@@ -107,7 +109,7 @@ def test_pages_are_those_of_the_best_columns_and_diagonals():
         expected, keys = every, sequences[row][0]
         if SPARSE[row] and block + 1 > count:
             sparse_tiles += 1
-            # The segment of the page ends whole segments before the prompt's last page does.
+            # The page's segment ends whole segments before the end of the prompt's last page.
             history, end = CHUNKS[row][0], -(-PROMPTS[row] // P) * P
             ends = [at for at in range(end, 0, -SEGMENT) if at > block * P]
             last = min(ends[-1], lengths[row])
@@ -124,7 +126,7 @@ def test_pages_are_those_of_the_best_columns_and_diagonals():
 
 @IMPLEMENTATIONS
 def test_pages_of_few_bits_are_judged_by_what_they_hold(implementation):
-    """As pages with the values that quantised ones read as."""
+    """Quantised pages give the selection of float pages with the same values."""
     q, _, pools, tables, starts, lengths = drawn()
     quantised = QuantizedPages.zeros(pools.shape[1], P, KVFormat(8, D))
     slots = np.arange(pools.shape[1] * P)[:, None]

@@ -1,4 +1,4 @@
-"""The benchmark of host work measures what it says: counts and structure, never times."""
+"""The benchmark of host work: its counts and structure, never its times."""
 
 import re
 from dataclasses import replace
@@ -28,21 +28,22 @@ def test_every_counted_step_has_all_sequences_running_in_pools_as_asked(measured
         assert row.steps == 10
         if row.mode != "churn":
             assert row.min_running == 64
-    # At least the block tables: 128 tokens are 8 entries of 64 sequences.
+    # A step reads at least the block tables: 64 sequences with 8 entries each, for 128 tokens.
     assert rows[0].input_bytes > 64 * 8 * 4 and rows[0].floor_us > 0
 
 
 @pytest.mark.parametrize("mode", ["plain", "full_cache"])
 def test_work_does_not_depend_on_the_pool(measured, mode):
     small, large = (row for row in measured if row.mode == mode)
-    # More blocks are never more work; where they are scarce they are counted more carefully.
+    # A larger pool never takes more calls; a small one may, as its blocks are counted with more
+    # care.
     assert 50 < large.calls <= small.calls
-    # A pass over the larger pool that made an array would take 200 KiB at the least.
+    # An array with an entry for each block of the larger pool takes about 200 KiB or more.
     assert abs(large.peak_kib - small.peak_kib) < 10
 
 
 def test_work_counts_what_depends_on_the_pool():
-    """The measure itself: a step that looks at every block is told by its allocations."""
+    """The measure itself is tested: a step that reads every block raises the allocated peak."""
     peaks = []
     for pool in POOLS:
         case = bench.make_case("plain", pool, LOAD)

@@ -1,4 +1,4 @@
-"""The load run over HTTP compares what it says it compares, and counts what is lost."""
+"""The load run over HTTP: its tokens against the engine's, and its count of lost tokens."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ TRACE = workloads.load(
 
 @pytest.fixture(scope="module")
 def bench():
-    # Two engines of one kind: their tokens depend on seeds and positions alone.
+    # Both engines are of one kind: their tokens depend on seeds and positions alone.
     with served(EngineClient(simulated()[0])) as running:
         yield Bench(simulated()[0], "bundled", running.server.port)
 

@@ -1,4 +1,4 @@
-"""A run and its simulation: the same schedule, and rates that are those of the steps."""
+"""A run and its simulation: the schedule is the same, and the rates follow from the steps."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def test_a_trace_on_the_device_has_the_schedule_of_its_simulation():
     trace, *others = (measured_requests(6, (30, 12), TINY.vocab_size, seed) for seed in range(3))
     row = simulated_clock.compare("tiny", engine, trace, others)
     assert row.same_schedule and row.events == len(engine.events)
-    # All come at once, so that no step depends on the time.
+    # All requests arrive at once, so that no step depends on the time.
     assert row.steps == row.steps_simulated > 12
     assert sum(step.preemptions for step in engine.metrics.steps) > 0
 
@@ -33,7 +33,7 @@ def test_rates_are_those_of_the_steps():
 
 
 def test_the_size_of_a_step():
-    """Two prompts, of which one goes on after 8 tokens, and a generating row beside padding."""
+    """A prompt of 3 tokens, 5 tokens after 8 cached ones, a decode at length 21, and padding."""
     inputs = empty_step_inputs(16, 4, 2, 4, 8)
     inputs.query_starts[:] = [0, 3, 8]
     inputs.lengths[:3] = [3, 8 + 5, 21]

@@ -1,4 +1,4 @@
-"""The race against transformers: its workload, its numbers, and, where torch is, a thin slice."""
+"""The race against transformers: its workload, its numbers and, where torch is, a short run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_speedups_are_ratios_of_median_rates_at_the_largest_batch():
         for system, times in seconds.items()
         for repeat, equal in enumerate([1.0, 1.0, 0.7])
     ]  # fmt: skip
-    rows[0] = replace(rows[0], seconds=1e-9)  # of batch 1, and no median
+    rows[0] = replace(rows[0], seconds=1e-9)  # an outlier at batch 1, which changes no median
     numbers = vs_transformers.values(FLAGS, rows)
     assert numbers["tokens_per_s_ours_bundled_8"] == 50
     assert numbers["tokens_per_s_continuous_bundled_1"] == 5
@@ -104,7 +104,7 @@ def test_step_times_are_of_steps_that_decode_the_whole_batch_after_another_such(
         record(2.0, 0, 4, 4),  # follows a prefill
         record(4.0, 0, 4, 4),
         record(12.0, 0, 16, 4),  # four tokens of each
-        record(13.0, 0, 3, 3),  # one has ended
+        record(13.0, 0, 3, 3),  # one sequence has ended
         record(99.0, 0, 4, 4),  # the next batch
         record(102.0, 0, 4, 4),
     ]
@@ -138,14 +138,14 @@ def test_systems_take_turns_after_a_warm_up_and_must_give_what_was_asked():
 
 
 def test_a_thin_slice_of_the_race(tiny_folder):
-    """transformers reads the same folder and gives the same tokens, batched either way."""
+    """transformers reads the same folder and returns the same tokens, in either way of batching."""
     pytest.importorskip("torch", reason="needs torch: make test-parity")
     rows = list(vs_transformers.race_model("bundled", tiny_folder, FLAGS))
     assert [(row.batch, row.system) for row in rows] == [
         (batch, system) for batch in (1, 3) for _ in range(2)
         for system in ("ours", "static", "continuous")
     ]  # fmt: skip
-    # Random weights make near-ties; a wrong mask or position would change nearly every token.
+    # Near-ties of random weights change a few tokens; a wrong mask or position changes nearly all.
     assert min(row.equal for row in rows) > 0.8
     ours = [row for row in rows if row.system == "ours"]
     assert all(min(row.step_s or 0, row.host_s or 0, row.floor_s or 0) > 0 for row in ours)

@@ -1,4 +1,4 @@
-"""The GPU check, tried without a GPU on tiny shapes: kernels run interpreted, times are void."""
+"""The GPU check on tiny shapes, without a GPU: kernels run interpreted, and times mean nothing."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_checks_times_and_names_every_part(tmp_path, capsys):
 
 @pytest.mark.parametrize("small", [True, False])
 def test_every_op_is_checked(small):
-    """How each kernel is called, and that it is right, the ops' own tests show."""
+    """The check leaves out no op; the ops' own tests check the calls and results of kernels."""
     assert {op for op, _, _ in specs_to_check(small)} == OPS.keys()
 
 
@@ -60,7 +60,7 @@ def test_a_wrong_result_fails():
     [
         ({}, 0.0, True),
         ({}, 0.05, False),
-        # tanh of a GPU moves each logit by as much as 0.024 at a cap of 50.
+        # A GPU's tanh moves each logit by as much as 0.024 at a cap of 50.
         ({"soft_cap": 50.0}, 0.05, True),
         ({"soft_cap": 50.0}, 0.2, False),
     ],
@@ -68,7 +68,8 @@ def test_a_wrong_result_fails():
 def test_a_result_may_be_wrong_by_what_its_dtype_and_the_gpus_tanh_cost(
     make, change, error, passes
 ):
-    """Attention to one token is that token's value: there the sizes in the bound are known."""
+    """One sequence has a single token: its attention is that token's value, so the sizes in the
+    bound are known."""
     shapes = Attention(Heads(4, 2, 64), 3, 200, chunk=20, tokens=(200, 1, 17), **change)
     spec = make(shapes)
 
@@ -108,7 +109,7 @@ def test_bad_flags_are_refused_before_any_work(flags, message, capsys):
 
 
 def test_it_needs_no_package_but_jax():
-    """A GPU may stand in a machine with JAX and this repository alone."""
+    """A machine with a GPU may have only JAX and this repository."""
     others = "absl flax optax transformers tokenizers safetensors matplotlib tqdm".split()
     source = f"import sys\nsys.modules |= dict.fromkeys({others})\nimport experiments.gpu.check"
     root = Path(__file__).parents[3]

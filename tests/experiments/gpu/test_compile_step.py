@@ -1,6 +1,6 @@
-"""The whole step compiled for H200s that are not there, with Llama-3-8B's widths.
+"""The whole step compiled for H200s that this machine lacks, at the widths of published models.
 
-In processes of their own: JAX's CUDA plugin stays out of the other tests.
+The compilations run in processes of their own: JAX's CUDA plugin stays out of the other tests.
 """
 
 import json
@@ -15,10 +15,10 @@ pytest.importorskip("jax_cuda13_plugin", reason="needs the extra `aot`")
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra `aot`")
 
 LAYERS = 3
-# Kernels of a layer in a decode step, beside all-reduces: 5 products, 2 norms, their products and
-# sums, 2 writes of the pools, attention, and the merge of its parts.
+# A layer of a decode step has these kernels beside its all-reduces: 5 products, 2 norms, their
+# products and sums, 2 writes of the pools, attention, and the merge of its parts.
 MOST_KERNELS = 15
-MOST_TRAFFIC = {1: 1.05, 8: 1.12}  # times the floor, by the number of GPUs
+MOST_TRAFFIC = {1: 1.05, 8: 1.12}  # multiples of the floor, by the number of GPUs
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -29,7 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-# The two longest come first, so that two workers end together.
+# The two longest tests come first, so that two workers end together.
 def test_adapters_add_kernels_and_bytes_and_no_all_reduce(tmp_path):
     done = run(
         "--model=llama-2-70b", f"--layers={LAYERS}", "--decodes=32", "--context=2048",
@@ -40,8 +40,8 @@ def test_adapters_add_kernels_and_bytes_and_no_all_reduce(tmp_path):
     assert report["collectives"] == {"all-reduce": 2 * LAYERS}
     assert report["sgmv_kernels"] == 2 * 7 * LAYERS and report["spilled"] == 0
     assert report["mosaic_kernels"] == report["sgmv_kernels"] + 2 * LAYERS
-    # A and B of seven projections on one of eight GPUs: a rank's A is split where the input is,
-    # its B where the output is.
+    # Widths of A and B of seven projections on one of eight GPUs: A is split where the projection's
+    # input is, B where its output is.
     split = (8192 + 2 * 1024 + 2 * 28672) // 8 + 8192 // 8 + 28672 // 8
     whole = 5 * 8192 + 2 * 8192
     assert report["floor"]["adapters"] == 32 * 16 * (split + whole) * 2

@@ -1,4 +1,4 @@
-"""Engines as a notebook asks for them: with plain values, and no flag defined."""
+"""Engines for notebooks: plain values configure them, and no flag is defined."""
 
 import pytest
 

@@ -45,7 +45,7 @@ class Config:
 
 @pytest.fixture
 def defined(monkeypatch):
-    """Flags that are not those of other tests, or of pytest."""
+    """A set of flags apart from other tests' and pytest's."""
     values = absl_flags.FlagValues()
 
     def define(define_one):

@@ -1,4 +1,4 @@
-"""Kept answers of a study count for the same questions, inputs and sources; a cut study resumes."""
+"""Kept answers of a study count for equal questions, inputs and sources; a cut study resumes."""
 
 import csv
 import os
@@ -23,7 +23,7 @@ FLAGS: dict[str, Any] = {
 
 
 def _found() -> Evaluation:
-    """Answers of one setting, all with the same distributions."""
+    """Three answers of one setting, all with the same distributions."""
     along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
     answers = [Answer("values", 256, i, float(i != 1), "1;", "1;", -0.1) for i in range(3)]
     held = {("values", 256): [Held(0.5, 0.25, 0.5)]}
@@ -40,7 +40,7 @@ def test_answers_depend_on_the_models_files(tiny_folder, tmp_path, name):
 
 
 def test_kept_answers_are_whole_or_none(tmp_path):
-    """Also if a study was killed while it wrote."""
+    """Files that a killed study left cut or damaged count as no answers."""
     ours, others = (
         kept_answers.path_of(tmp_path, "50% streaming", {"seed": seed}) for seed in (1, 2)
     )
@@ -53,7 +53,7 @@ def test_kept_answers_are_whole_or_none(tmp_path):
     assert again.distributions.keys() == _found().distributions.keys()
     assert kept_answers.read(others) is None
     archive = ours.with_suffix(".npz").read_bytes()
-    entry = archive.index(b"PK\1\2")  # a byte of it is the version of zip that it needs
+    entry = archive.index(b"PK\1\2")  # the entry's byte 6: the zip version that readers need
     text = ours.with_suffix(".json").read_bytes()
     for ending, content in (
         (".json", text[: len(text) // 2]), (".json", text.replace(b"values", b"vanues", 1)),
@@ -70,7 +70,7 @@ def test_kept_answers_are_whole_or_none(tmp_path):
 
 
 def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
-    """A change of any of these files counts, and no other change."""
+    """A change of any of these sources changes the hash, and no other change does."""
     names = ("a", "b/c.py")
     for file in ("a/one.py", "a/deep/two.py", "a/notes.md", "b/c.py", "b/other.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
     assert all((kept_answers.shipped.ROOT / name).exists() for name in kept_answers.SOURCES)
 
 
-@pytest.mark.slow  # an engine for each run
+@pytest.mark.slow  # each run makes an engine
 def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     flags = accuracy.AccuracyFlags(**FLAGS, model=str(tiny_folder))
     sizes = {"pages of 64": 64, "pages of 32": 32}
@@ -103,8 +103,8 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     )  # fmt: skip
 
     def run(interrupt: bool) -> tuple[int, str, list[str]]:
-        """Run the study whole, or cut after its first setting: the exit status, the output, and the
-        systems in rows.csv."""
+        """Run the study, whole or interrupted after its first setting: (exit status, output,
+        systems in rows.csv)."""
 
         def keep_and_interrupt(path, found):
             keep(path, found)
@@ -129,14 +129,14 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     assert (status, systems) == (0, list(sizes)) and said.count("answered before") == 0
     assert len(kept) == 3, "the setting that was answered is not asked again"
 
-    # A system that comes between the others, and is cut.
+    # A new system stands between the others, and the run is interrupted after its first setting.
     sizes = {"pages of 64": 64, "pages of 16": 16, "pages of 32": 32}
     status, said, systems = run(interrupt=True)
     assert (status, systems) == (130, ["pages of 64"]) and "PARTIAL  SIGINT" in said
     status, said, systems = run(interrupt=False)
     assert (status, systems) == (0, list(sizes)) and said.count("answered before") == 2
 
-    # With other sources no kept answer counts.
+    # Kept answers of other sources do not count.
     monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")
     status, said, systems = run(interrupt=True)
     assert (status, systems) == (130, [])

@@ -1,4 +1,4 @@
-"""Near ties are told from other differences, by a model that has one."""
+"""Near ties are distinguished from other differences, on a model with a near tie."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ CONFIG = EngineConfig(
     kv_cache_tokens=64,
 )  # fmt: skip
 HOW = SamplingParams(max_tokens=6, ignore_eos=True)
-AT = 2  # the place of the near tie
+AT = 2  # index of the tied token in the output
 
 
 def with_token(output: RequestOutput, at: int, token: int) -> RequestOutput:
@@ -31,7 +31,7 @@ def with_token(output: RequestOutput, at: int, token: int) -> RequestOutput:
 
 @pytest.fixture(scope="module")
 def tied() -> tuple[Engine, RequestOutput, int]:
-    """An engine, an output of it, and a token whose logit is always that of the output's at AT."""
+    """An engine, its output, and a token whose logit always equals that of the output at AT."""
     params = parameters.init(llama.declare(TINY), jax.random.key(1))
     # Larger embeddings give varied continuations instead of one token forever.
     params["embed"] = params["embed"] * 50
@@ -42,7 +42,7 @@ def tied() -> tuple[Engine, RequestOutput, int]:
     for name in ("embed", "lm_head"):
         params[name] = params[name].at[twin].set(params[name][token])
     assert isinstance(engine.executor, DeviceExecutor)
-    engine.executor._params = stack(params)  # programs take them as an argument
+    engine.executor._params = stack(params)  # compiled programs take the parameters as an argument
     output = engine.generate([[7, 23, 5]], HOW)[0]
     assert output.tokens[AT] in (token, twin)
     return engine, output, token + twin - output.tokens[AT]

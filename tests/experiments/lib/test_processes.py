@@ -9,7 +9,7 @@ from experiments.lib.processes import run_apart
 
 
 def program(folder: Path, name: str) -> int:
-    """Ends at once, by a signal, or when it is interrupted."""
+    """A task that ends at once, is killed, or sleeps until it is interrupted, as `name` has it."""
     try:
         (folder / name).touch()
         if name == "killed":

@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# A shell starts what runs in the background with SIGINT ignored, and so may these tests.
+# A shell starts background jobs with SIGINT ignored, and these tests may be in such a job.
 START = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,9 +21,9 @@ from experiments.lib import program, signals
 from experiments.diff_events import DiffFlags
 from experiments.lib.typed_flags import Flags, Output, dataclass, flag
 """
-# Imports once what all programs do, and forks a process for each: one that ends as a program does,
-# by the end of its main thread. It gets the folder, the arguments and the source, and descriptors
-# for its output and errors; the exit status goes back.
+# The server imports once what all programs import, and forks a process for each program. The fork
+# ends as a program does, by the end of its main thread. The server receives the folder, the
+# arguments and the source, and descriptors for output and errors; it sends back the exit status.
 FORKS = f"""{START}
 import gc, json, socket
 gc.freeze()  # otherwise each process would copy all objects to collect them at its end
@@ -52,7 +52,8 @@ exec(source)
 
 @pytest.fixture(scope="module")
 def fork():
-    """(source, *arguments) of a program, in which START has run: as `subprocess.run` has it."""
+    """Run a program's (source, *arguments) in a fork, after START; the result is as
+    `subprocess.run` has it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def run(source: str, *arguments: str, cwd=ROOT, stdout=None, stderr=None):
@@ -65,7 +66,7 @@ def fork():
                 file.seek(0)
             return subprocess.CompletedProcess(arguments, status, out.read(), err.read())
 
-    # What Python opens over pipes may be a pipe, a file or a full disk afterwards.
+    # Python opens its streams over these pipes; a fork may put a pipe, a file or a full disk there.
     with subprocess.Popen(
         [sys.executable, "-c", FORKS, str(theirs.fileno())], cwd=ROOT,
         pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -78,7 +79,7 @@ def fork():
 
 @pytest.fixture(scope="module")
 def run(fork):
-    """A program whose main is `body`; how: further arguments of `Program`."""
+    """Run a program whose main function is `body`; how: further arguments of `Program`."""
 
     def run(body: str, *arguments: str, how: str = "Flags, None", **files):
         return fork(source_of(body, how), *arguments, **files)
@@ -114,7 +115,7 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(run):
 
 
 def test_an_interrupt_is_not_lost_in_a_callback_of_the_garbage_collector(run):
-    """JAX has one, and Python drops what is raised in it."""
+    """JAX has such a callback, and Python drops exceptions that are raised in it."""
     done = run(
         """
         import gc
@@ -152,7 +153,7 @@ def test_the_folder_of_the_report_is_checked_before_any_work(run, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     complaint = f"--output_dir={out} cannot be written to: a.csv is a folder there"
     assert done.stderr == f"error: {complaint}\n"
-    # Where no folder is the default, none is needed.
+    # A program without a default folder needs none.
     done = run("print(repr(output.output_dir))", how="Flags, Output()")
     assert (done.returncode, done.stdout) == (0, "''\n")
 
@@ -171,7 +172,7 @@ def test_a_run_does_not_replace_one_with_other_flags(fork, tmp_path):
 
     assert call().returncode == call(f"--output_dir={tmp_path}/results").returncode == 0
     assert seeds() == {"results": 0}
-    # A folder that is named is refused, and the default one is numbered.
+    # A folder that the user names is refused; the default folder gets a number.
     named = call("--seed=1", "--output_dir=results")
     assert (named.returncode, named.stderr) == (
         1, "error: results holds a run with other flags (--seed was 0 and is 1): name another "

@@ -1,4 +1,4 @@
-"""Measurements on hand-made records, against numpy and by hand."""
+"""Measurements on hand-made records, against numpy and numbers worked out by hand."""
 
 import csv
 import json
@@ -89,7 +89,8 @@ def test_only_complete_requests_count():
 def test_memory_and_batch_are_weighted_by_device_time():
     measured = report.measure(METRICS)
     memory = measured["kv_memory"]
-    # Weights .1 and .3: states 60, reserved 4, internal 9; the step of no time does not count.
+    # Steps weigh .1 and .3: states 60, reserved 4, internal 9; a step without device time weighs
+    # nothing.
     assert memory["token_states_fraction"] == pytest.approx(60 / 73)
     assert memory["reserved_fraction"] == pytest.approx(4 / 73)
     assert memory["internal_fraction"] == memory["waste_fraction"] == pytest.approx(9 / 73)
@@ -159,7 +160,7 @@ def test_requests_csv_has_a_line_a_request(tmp_path):
 
 
 def test_files_of_a_run_name_the_adapters(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "save", lambda *_: [])  # drawn by the next test
+    monkeypatch.setattr(plots, "save", lambda *_: [])  # the next test draws them
     executor = SimulatedExecutor(LinearCost(), vocab_size=TINY.vocab_size, first_token=4)
     config = EngineConfig(max_model_len=128, page_size=8, kv_cache_tokens=1024, adapter_slots=1)
     engine = Engine(TINY, config, executor, tokenizer)

@@ -52,7 +52,7 @@ def test_json_lines_are_one_value_a_line(tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """Within it, no file of this process can be longer than 1,000 bytes."""
+    """A context in which no file of this process exceeds 1,000 bytes, as on a full disk."""
 
     @contextlib.contextmanager
     def full():
@@ -96,7 +96,7 @@ def test_an_interrupt_leaves_the_older_file(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", interrupted)  # the last moment
+        patched.setattr(os, "replace", interrupted)  # the last step of a write
         with pytest.raises(KeyboardInterrupt):
             run_record.write_whole(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

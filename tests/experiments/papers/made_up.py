@@ -15,7 +15,7 @@ FLAGS: dict[str, Any] = {
 
 
 def found_with(right: list[bool], fraction: float | None = None) -> Evaluation:
-    """Answers of one setting, all with the same distributions, and sequences of the same memory."""
+    """Answers of one setting with equal distributions, and sequences that hold equal memory."""
     along = Distributions(np.full(1, -0.1), np.array([[3, 4]], np.int32), np.array([[-0.1, -3.0]]))
     answers = [Answer("values", 256, i, float(ok), "1;", "1;", -0.1) for i, ok in enumerate(right)]
     held = {} if fraction is None else {("values", 256): [Held(fraction, 0.5, 0.25)] * 2}
@@ -23,7 +23,7 @@ def found_with(right: list[bool], fraction: float | None = None) -> Evaluation:
 
 
 def rows_of(found: dict[str, Evaluation], compare=lambda rows: ()) -> list[accuracy.Row]:
-    """The rows of all systems, paired with the first, and of the pairs that `compare` names."""
+    """The rows of all systems, each paired with the first, and the rows of `compare`'s pairs."""
     reference, whole = next(iter(found.items()))
     rows = [row for n, one in found.items() for row in accuracy.rows_of(n, one, reference, whole)]
     for name, other in compare(rows):

@@ -1,4 +1,4 @@
-"""Tables on public benchmarks: their programs on a small random model of the family, with ten
+"""Tables on public benchmarks: their programs run on a small random model of the family, with ten
 made-up problems in the benchmark's form."""
 
 import json
@@ -34,7 +34,7 @@ LONGBENCH = ("2wikimqa", "hotpotqa", "qasper", "trec", "triviaqa")
 
 
 def made_up(path, tasks):
-    """Ten problems, two of each task; some have several answers, as RULER's do."""
+    """Write ten problems, two of each task; every third has several answers, as RULER's may."""
     with path.open("w") as file:
         for i, task in enumerate([*tasks] * 2):
             answers = {"answers": [f"#{i}4;", f"#{i}5;"]} if i % 3 == 0 else {"answer": f"#{i}4;"}
@@ -52,7 +52,7 @@ def model_folder(folder, config: ModelConfig) -> str:
 
 @pytest.fixture(scope="module")
 def compilations(tmp_path_factory) -> str:
-    """Tables that have systems in common compile them once."""
+    """A folder of compiled programs, which tables with systems in common share."""
     return str(tmp_path_factory.mktemp("compilations"))
 
 

@@ -1,5 +1,4 @@
-"""Committed results are what the code gives, for studies that take seconds if XLA does not
-optimise."""
+"""Committed results equal a new run's, for studies that take seconds without XLA's optimisation."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Every figure and table of the papers that this project has rows for has a study, and those that
-need a GPU or the papers' models say how they are run."""
+"""Every figure and table of the reproduced papers has a study; a study that is not run here states
+its needs and its command."""
 
 import re
 
@@ -16,7 +16,7 @@ STUDIES = reproduce.studies()
 
 
 def printed(study: Study) -> set[str]:
-    """The figures and tables that a title names in its brackets, as fig3 and table1."""
+    """The figures and tables in the brackets of a study's title, as fig3 and table1."""
     found = set()
     for text in PRINTED.findall(study.title.rpartition("(")[2]):
         kind = "table" if text.startswith("Table") else "fig" if text.startswith("Fig") else "alg"
@@ -57,8 +57,8 @@ def test_no_kernels_row_is_decided_by_a_cpus_clock():
 
 
 def test_predictions_are_those_of_the_committed_tables():
-    """Bytes at the share of the bandwidth that the loop reaches, and launches, give the call's own
-    time."""
+    """A call's predicted time follows from its bytes, at the share of the bandwidth that its loop
+    reaches, and from its launches."""
     from pallas_kernels.lora.specs import SHAPES
 
     for spec in ("llama-2-7b-distinct", "llama-2-7b-identical", "llama-2-7b-up"):

@@ -1,5 +1,5 @@
-"""A thin slice of the soak, that it would notice what it looks for, and that it ends with an error
-where what its flags name cannot happen, or has not happened."""
+"""A short soak: it notices each fault, and it ends with an error if a mechanism that its flags name
+cannot happen or has not happened."""
 
 import json
 import os
@@ -35,9 +35,9 @@ CONFIG = EngineConfig(
     max_num_seqs=6, max_num_batched_tokens=32, max_prefills_per_step=3, max_model_len=96,
     page_size=4, kv_cache_tokens=200, prefix_caching=True,
 )  # fmt: skip
-# The hashing twin of the device reports no log-probabilities of prompts.
+# The device's hashing twin reports no log-probabilities of prompts.
 PARAMETERS = {name: values for name, values in SAMPLING.items() if name != "prompt_logprobs"}
-# It also knows a page that does not hold what sampling remembers of it.
+# With penalties, the twin's own assertion notices a page that differs from sampling's history.
 WITHOUT_HISTORY = {name: values for name, values in PARAMETERS.items() if "penalty" not in name}
 
 GATES = ((0.0, 1.0), (1.0, 0.0))
@@ -66,7 +66,8 @@ def twin(config: EngineConfig) -> HashingExecutor:
 def make_users(
     tokenizer, engine_class=Engine, seed=0, sampling=PARAMETERS, config=CONFIG, interrupts=0.0
 ) -> Users:
-    """Over a twin of the device whose tokens depend on all that a request's pages hold."""
+    """Users of an engine on a twin of the device, whose tokens depend on everything in a request's
+    pages."""
     alone = reference_config(config)
     engine = engine_class(TINY, config, twin(config), tokenizer)
     reference = Engine(TINY, alone, twin(alone), tokenizer)
@@ -98,7 +99,7 @@ def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
     samples, steps, error = run(users, steps=500, operations=often)
     assert error is None and steps == 500
     numbers = soak.summary(users, samples, steps, error)
-    # Nothing that the checks are about was missing.
+    # Every mechanism that the checks are about has happened.
     for name in (
         "aborted", "cached_tokens", "closed", "compared", "ended_abort", "ended_eos",
         "ended_length", "ended_stop", "preemptions", "refused", "parallel_samples",
@@ -147,7 +148,7 @@ def test_a_stopped_run_has_its_samples(tokenizer):
 
 
 class Deaf(Engine):
-    """Lets one output go."""
+    """Loses the first output of each step, once more than 20 requests have ended."""
 
     def step(self):
         outputs = super().step()
@@ -165,7 +166,7 @@ class Idle(Engine):
 
 
 class Starving(Engine):
-    """Serves the latest first: the oldest of the queue waits for as long as others come."""
+    """Serves the latest request first: the oldest waits for as long as others arrive."""
 
     def step(self):
         waiting = self.scheduler.waiting
@@ -174,7 +175,7 @@ class Starving(Engine):
 
 
 class Careless(Engine):
-    """Counts a request before it looks at it."""
+    """Logs an arrival before it checks the request."""
 
     def add_request(self, prompt, *args, **kwargs):
         self.events.append({"event": "arrival"})
@@ -187,7 +188,7 @@ class Lenient(Engine):
 
 
 class Unranked(Engine):
-    """Returns the worst first."""
+    """Returns the worst sequence first."""
 
     def step(self):
         outputs = super().step()
@@ -195,7 +196,7 @@ class Unranked(Engine):
 
 
 class Forgetful(Engine):
-    """What is dropped stays on the list of what is to be aborted."""
+    """Keeps dropped requests on the list of requests to abort."""
 
     def _settle(self):
         dropped = list(self.requests.dropped)
@@ -213,12 +214,12 @@ class Forgetful(Engine):
         (Careless, "leaked_state", 1500),
         (Lenient, "accepted", 1500),
         (Unranked, "wrong_output", 1500),
-        (Forgetful, "leaked_state", 100),  # which shows when all have ended
+        (Forgetful, "leaked_state", 100),  # it shows when all requests have ended
     ],
 )
 def test_an_engine_with_a_fault_is_found_out(tokenizer, engine_class, kind, drain_every):
     users = make_users(tokenizer, engine_class)
-    # A queue that never ends, and nothing but the fault in the way of an output.
+    # Requests arrive without end and none is aborted: only the fault can stop an output.
     operations = {**OPERATIONS, "submit": (1.0, submit), "abort": (0.0, abort)}
     samples, steps, error = run(users, 1500, drain_every, operations)
     assert isinstance(error, Violation) and error.kind == kind, error
@@ -233,7 +234,7 @@ def take_a_block(users: Users, rng) -> None:
 
 def give_a_block_back_twice(users: Users, rng) -> None:
     pool = VLLMHost.of(users.engine.host_policy).pool
-    # One that others still hold: of any other the engine's own assertions may tell first.
+    # Others still hold this block: the engine's own assertions may notice any other block first.
     if pool.refcounts.max() > 1:
         pool.release(np.array([pool.refcounts.argmax()], np.int32))
 
@@ -291,7 +292,8 @@ def test_a_fault_in_between_is_found_out(tokenizer, fault, kind):
 
 
 def test_what_differs_beside_the_tokens_is_told(tokenizer):
-    """Log-probabilities that differ by more than the tolerance, with the same tokens."""
+    """Log-probabilities that differ by more than the tolerance are reported, though the tokens are
+    equal."""
     users = make_users(tokenizer)
     how = SamplingParams(max_tokens=4, logprobs=1, ignore_eos=True, seed=1)
     (output,) = users.reference.generate([[5, 6, 7]], how)
@@ -312,7 +314,7 @@ def test_a_beam_search_is_decided_by_its_closest_cut(tokenizer):
         return smallest_lead([step], Asked([5], sampling, alone=True), engine)
 
     assert lead(-1.0, -1.5, -1.75) == 0.25
-    assert lead(-1.0, -1.125, -3.0) == 0.125  # in which order they are returned
+    assert lead(-1.0, -1.125, -3.0) == 0.125  # the order of the returned beams
     assert lead(-1.0, -1.5, -1.5) == 0
 
 

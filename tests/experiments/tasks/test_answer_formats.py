@@ -1,4 +1,4 @@
-"""The formats that adapters answer in."""
+"""The answer formats of the adapters."""
 
 import pytest
 

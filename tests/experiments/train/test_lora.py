@@ -1,4 +1,4 @@
-"""Finetuning adapters: of a tiny random model, whose answers are as good as none."""
+"""Finetuned adapters of a tiny random model, whose answers match nothing."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which adapter each request names (Punica §7)."""
+"""The adapter of each request (Punica §7)."""
 
 import itertools
 from collections import Counter

@@ -14,7 +14,7 @@ def test_the_rate_rises_and_falls():
 
 
 def test_the_gaps_are_those_of_a_poisson_process():
-    """Around the peak, where the rate hardly changes, their spread is their mean."""
+    """Around the peak the rate hardly changes: the gaps' standard deviation is their mean."""
     times = ramp.arrivals(10_000.0, 50.0, np.random.default_rng(1))
     gaps = np.diff(times[(times > 4900) & (times < 5100)])
     assert abs(gaps.std() / gaps.mean() - 1) < 0.05
@@ -23,7 +23,7 @@ def test_the_gaps_are_those_of_a_poisson_process():
 def test_requests_fit():
     requests = ramp.requests(400.0, 30.0, 61, longest=256, length_divisor=8, seed=2)
     assert all(len(r.prompt) + r.max_tokens <= 256 and r.max_tokens >= 1 for r in requests)
-    assert 15 < np.mean([len(r.prompt) for r in requests]) < 25  # 161 / 8
+    assert 15 < np.mean([len(r.prompt) for r in requests]) < 25  # mean 161, over 8
 
 
 def test_the_seed_says_all():

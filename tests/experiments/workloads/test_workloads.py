@@ -78,7 +78,7 @@ def test_chats_are_cut_to_half_of_the_context(tokenizer, divisor, half):
     requests = load("chatbot", long, num_requests=500, length_divisor=divisor)
     prompts = np.array([len(r.prompt) for r in requests])
     outputs = np.array([r.max_tokens for r in requests])
-    # Most prompts are as long as they may be (vLLM §6.5), and few outputs.
+    # Most prompts (vLLM §6.5), but few outputs, are as long as half of the context allows.
     assert prompts.max() == half and (prompts == half).mean() > 0.5
     assert outputs.max() <= half and (outputs == half).mean() < 0.1
     assert outputs.mean() == pytest.approx(337.99 / divisor, rel=0.15)
@@ -122,7 +122,7 @@ def test_a_workload_is_a_function_of_its_seed(vocabulary, spec):
 
     assert make(1) == make(1)
     assert make(1) != make(2)
-    # The rate changes when requests come, not what they ask.
+    # The rate changes the arrivals, not the prompts.
     assert [r.prompt for r in make(1)] == [r.prompt for r in make(1, request_rate=9.0)]
 
 

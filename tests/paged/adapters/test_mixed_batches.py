@@ -1,7 +1,7 @@
-"""Requests of many adapters in one engine, against each adapter merged into the weights and alone.
+"""Requests with many adapters in one engine, against each request alone on merged weights.
 
-A process counts its devices once: a second one, this file as a program, has two, and prints what
-the tests below look at.
+A process counts its devices only once, so this file also runs as a program with two devices, which
+prints the values that the tests check.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def tokens_of(outputs) -> list[list[list[int]]]:
 
 
 def write_adapters(folder: Path) -> None:
-    """Some adapt all projections, some only those of attention."""
+    """Every third adapter adapts only some projections of attention, the others all projections."""
     for i, rank in enumerate(RANKS):
         targets = None if i % 3 else ["q_proj", "v_proj", "o_proj"]
         peft_folders.write(folder / f"a{i}", TINY, rank, seed=i, size=0.7, targets=targets)
@@ -92,7 +92,7 @@ def alone(params, folder: Path) -> list:
         merged = params
         if name is not None:
             merged = lora.merge(params, peft.load(folder / name, TINY)[0])
-        engine.executor._params = stack(merged)  # programs take them as an argument
+        engine.executor._params = stack(merged)  # compiled programs take the weights as an argument
         for i in np.flatnonzero([of == name for of in names]):
             outputs[i] = engine.generate([prompts[i]], hows[i])[0]
     return tokens_of(outputs)
@@ -117,7 +117,7 @@ def test_a_mixed_batch_gives_what_merged_weights_give_alone(served, way):
 
 
 def test_the_adapters_change_what_is_generated(served):
-    """Or the test above would prove nothing."""
+    """Without a change of tokens, the test above would prove nothing."""
     names = requests()[2]
     first = {name: served["alone"][names.index(name)][0] for name in NAMES}
     assert len({str(tokens) for tokens in first.values()}) > len(NAMES) // 2

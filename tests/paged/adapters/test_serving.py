@@ -1,4 +1,4 @@
-"""Adapters that come to a device while it serves, and those that fail to."""
+"""Adapters that are loaded while the engine serves, and loads that fail."""
 
 import dataclasses
 import gc
@@ -42,8 +42,8 @@ def make(params, folders, **changes) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(tiny_params, folders):
-    """What the prompt gives with the model and with each adapter in its weights: the best token of
-    full recomputation, one by one."""
+    """Greedy tokens after PROMPT by full recomputation, by adapter: with the adapter merged into
+    the weights, and for None with the model alone."""
 
     def tokens(params):
         made = list(PROMPT)
@@ -89,7 +89,7 @@ def test_a_slow_load_holds_nobody_else_up_and_may_be_aborted(tiny_params, folder
     read = loads._read
     loads._read = lambda adapter: (may_read.wait(900), read(adapter))[1]  # type: ignore
     waits = engine.add_request(PROMPT, HOW, adapter="a0")
-    for _ in range(9):  # whoever calls may do something else meanwhile
+    for _ in range(9):  # `step` returns at once, so that the caller can do other work
         assert engine.step() == []
     assert engine.loop.round == 1, "rounds that wait in vain are the clock's"
     other = engine.add_request(PROMPT, HOW)
@@ -118,7 +118,7 @@ def test_a_failed_load_ends_its_requests_alone(tiny_params, folders, expected, t
     assert any("a2 has changed since the adapter was added" in e for e in errors(engine))
     with pytest.raises(ValueError, match="its adapter cannot be loaded"):
         engine.pin_prefix(PROMPT, adapter="a1")
-    # What has changed can be added again: later requests get the new content.
+    # A changed adapter can be added again; later requests get its new content.
     engine.add_adapter("a2", tmp_path / "adapters" / "a2")
     output = run(engine, "a2")[0]
     assert output.finish_reason == "length"

@@ -1,4 +1,4 @@
-"""Who is on the device: the store against its promises, and the scheduler's queue before it."""
+"""The store of adapters on the device, and the admission of requests that wait for adapters."""
 
 import random
 
@@ -42,7 +42,7 @@ def test_pinned_adapters_stay_and_nothing_leaks(rng: random.Random, slots: int, 
         for adapter in before.keys() - evicted:
             resident = store.residents[adapter]
             assert (resident.slot, tuple(resident.pages)) == before[adapter], "moved"
-        if waiting and not running:  # or the engine would stand still
+        if waiting and not running:  # otherwise the engine would stall
             first = waiting[0].adapter
             assert first is None or first in store.residents or store.loading
         for adapter in [a for a, r in store.residents.items() if not r.ready]:
@@ -55,7 +55,7 @@ def test_pinned_adapters_stay_and_nothing_leaks(rng: random.Random, slots: int, 
         for one in [g for g in running if rng.random() < 0.3]:
             running.remove(one)
             store.leave(one)
-        waiting = [g for g in waiting if rng.random() < 0.95]  # aborted, in whatever state
+        waiting = [g for g in waiting if rng.random() < 0.95]  # some are aborted, in any state
         store.check()
     for one in running:
         store.leave(one)
@@ -75,8 +75,8 @@ def test_the_least_recently_used_that_nobody_wants_makes_room():
         resident(store, adapter)
     one = group(0, a)
     store.enter(one)
-    store.leave(one)  # used last
-    (load,) = store.plan([d, b])  # b is wanted too, though it is the oldest
+    store.leave(one)  # now the most recently used
+    (load,) = store.plan([d, b])  # b stays: the least recently used, but wanted
     assert load.adapter is d
     assert load.evicted == [c]
 
@@ -114,7 +114,7 @@ def test_a_failed_load_gives_its_place_back():
 
 
 def admitted(waiting, store, most, returning=(), stop=10**9) -> list[str]:
-    """Ids of those that enter while there is room for `stop` of them."""
+    """Ids of the groups that are admitted, with room for `stop` groups."""
     entered: list[str] = []
     for one in candidates(waiting, store, returning, most):
         if len(entered) == stop:
@@ -140,7 +140,7 @@ def test_lack_of_room_stops_the_scan():
 
 
 def test_new_requests_are_skipped_while_swapped_ones_return():
-    """A group that was swapped out may stand behind one that it has overtaken."""
+    """In the queue, a swapped group may stand behind a new group that it has overtaken."""
     store = AdapterStore(2, 8)
     waiting = [group(0, ADAPTERS[1]), group(1, None), group(2, None)]
     waiting[2].num_preemptions = 1
@@ -149,7 +149,7 @@ def test_new_requests_are_skipped_while_swapped_ones_return():
 
 
 def test_the_adapters_of_swapped_groups_are_loaded_first():
-    """Or a new request, which may not enter before them, would keep the only slot from them."""
+    """Otherwise the adapter of a new request, which must wait for them, would take the slot."""
     store = AdapterStore(1, 4)
     new, swapped = group(0, ADAPTERS[1]), group(2, ADAPTERS[2])
     swapped.num_preemptions = 1

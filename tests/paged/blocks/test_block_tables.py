@@ -15,9 +15,11 @@ SLOTS, MAX_TOKENS, BLOCKS = 6, 40, 30
 
 
 class TablesBesideTwin(RuleBasedStateMachine):
-    """The twin keeps each sequence's tokens in a list of its own. Each token written is a fresh
-    number put into a simulated pool through the tables, so a block wrongly shared or freed shows up
-    as a sequence that reads another's tokens. What was dropped is None."""
+    """The twin keeps each sequence's tokens in a list of its own, with None for dropped tokens.
+
+    Each written token is a new number, stored in a simulated pool through the block tables. A block
+    that is wrongly shared or freed shows up as a sequence that reads another's tokens.
+    """
 
     def __init__(self):
         super().__init__()
@@ -63,8 +65,8 @@ class TablesBesideTwin(RuleBasedStateMachine):
             assert self.pool.num_free < self.blocks_to_take(slots, target)
 
     def blocks_to_take(self, slots, target) -> int:
-        """Blocks that the twin would need: a new one where a sequence enters a block, and a copy
-        for each that writes into a block which somebody else will still hold."""
+        """Blocks that the appends need: a new block for each sequence that enters one, and a copy
+        for each sequence that writes into a block that another sequence will still hold."""
         owners = Counter(int(b) for slot in self.twin for b in self.tables.blocks[slot])
         taken = 0
         for slot, tokens in zip(slots, target):

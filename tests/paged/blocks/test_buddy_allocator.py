@@ -41,7 +41,7 @@ def test_runs_beside_a_twin(size, operations):
             assert buddies.stranded(wanted) == buddies.num_free - useful.sum()
     for start in runs:
         buddies.free(start)
-    # All have merged again.
+    # All runs have merged again.
     assert buddies.allocate(buddies.largest_run) == 0
     assert 2 * buddies.largest_run > size
 

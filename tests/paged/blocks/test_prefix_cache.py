@@ -1,4 +1,4 @@
-"""Prefix caching beside a naive twin, and what it saves."""
+"""Prefix caching beside a naive twin, and the tokens and memory that it saves."""
 
 import dataclasses
 
@@ -20,8 +20,12 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(lambda x: np.ar
 
 
 class CacheBesideTwin(RuleBasedStateMachine):
-    """The twin lists for each published block the whole prefix that it ends, and which blocks their
-    last owner left, in order; it looks prefixes up by comparing them all."""
+    """The twin finds a prefix by comparing it with every published prefix.
+
+    prefixes: the salt and the whole prefix that each published block ends.
+    owned: the blocks of each sequence.
+    idle: published blocks without an owner, in the order in which their last owner left them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -153,7 +157,7 @@ def test_a_shared_block_takes_memory_once():
     engine.pin_prefix(PREFIX)
     engine.generate([[*PREFIX, 5 + i] for i in range(4)], HOW)
     assert max(s.num_running for s in engine.metrics.steps) == 4
-    # Eleven blocks of the prefix, and two of its own for each of the four.
+    # Eleven blocks of the prefix, and two more for each of the four requests.
     most = max(s.kv_token_states + s.kv_internal + s.kv_reserved for s in engine.metrics.steps)
     assert most <= 76
     assert max(s.kv_shared for s in engine.metrics.steps) >= 4 * 40

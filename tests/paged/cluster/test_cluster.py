@@ -1,4 +1,4 @@
-"""Whatever happens, and in whatever order it is heard of, no token is lost or repeated."""
+"""No token is lost or repeated, whatever happens to runners and however late events arrive."""
 
 import random
 from collections import deque
@@ -31,7 +31,11 @@ def engine_of(config: EngineConfig) -> Engine:
 
 
 class SteppedRunner(EngineRunner):
-    """A test says when it steps, and when its events arrive: outbox has those not heard yet."""
+    """A runner that a test steps, and whose events the test delivers.
+
+    outbox: events of each step that the cluster has not received.
+    added: ids of the requests in the order in which they were placed here.
+    """
 
     def __init__(self, config: EngineConfig):
         super().__init__(engine_of(config), tells_figures=False)
@@ -54,15 +58,20 @@ def cluster_of(
 
 
 def whole_outputs(requests: list[ClusterRequest]) -> list[list[list[int]]]:
-    """The sequences of each request alone."""
+    """The sequences of each request, from one engine with a large cache."""
     engine = engine_of(replace(CONFIG, kv_cache_tokens=2000))
     asked = [request.prompt for request in requests], [request.sampling for request in requests]
     return [[s.tokens for s in output.sequences] for output in engine.generate(*asked)]
 
 
 def check(cluster: Cluster) -> None:
-    """Never over capacity, in order, and nobody waits for whom there is room; nobody was placed for
-    the first time before one who came earlier."""
+    """Assert the invariants of the cluster.
+
+    * Each request is on one GPU or in the queue.
+    * No GPU exceeds its batch limit.
+    * The queue has the order of arrival, and no GPU has room for its head.
+    * No request was placed for the first time before an earlier one.
+    """
     placed = [job for gpu in cluster.state.gpus.values() for job in gpu.working_set.values()]
     queue = cluster.state.queue
     assert sorted(job.request.order for job in [*placed, *queue]) == sorted(
@@ -84,7 +93,7 @@ VERBS = ["submit"] * 4 + ["step"] * 9 + ["hear"] * 9 + ["rebalance", "rebalance"
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_every_request_gets_its_tokens(count, seed):
-    """Requests come and are cancelled, runners step, die and are heard late, GPUs are emptied."""
+    """Requests arrive and are cancelled, runners step and die, events come late, GPUs empty."""
     cluster, runners = cluster_of(count)
     rng = random.Random(seed)
     num_acts, killed_at = rng.randint(100, 400), rng.randrange(400)
@@ -151,7 +160,7 @@ def test_the_newest_moves_when_memory_runs_out():
 
 
 def two_on_one_gpu() -> tuple[Cluster, Status]:
-    """And what its runner would say if memory ran out."""
+    """A cluster with two requests on its GPU, and its runner's status after memory has run out."""
     cluster, _ = cluster_of(1)
     for _ in range(2):
         cluster.submit([5] * 40, SamplingParams(max_tokens=8))
@@ -224,7 +233,7 @@ def test_with_the_last_runner_all_requests_end():
 def test_an_id_that_comes_again_gets_nothing_of_its_first_request():
     cluster, runners = cluster_of(1)
     runner, requests = runners["gpu-0"], []
-    for seed in (1, 2**31):  # the simulated tokens of near seeds are the same
+    for seed in (1, 2**31):  # near seeds give the same simulated tokens
         how = SamplingParams(max_tokens=3, seed=seed, temperature=1.0, ignore_eos=True)
         cluster.submit([5], how, "a")
         requests.append(cluster.jobs["a"].request)

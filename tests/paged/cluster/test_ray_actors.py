@@ -1,4 +1,4 @@
-"""Engines in Ray actors, one of which is killed in the middle. `make test-cluster` brings Ray."""
+"""Engines in Ray actors, one of which is killed as it serves. `make test-cluster` installs Ray."""
 
 import concurrent.futures
 import os
@@ -72,8 +72,8 @@ def local_ray(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(ray is None, reason="needs Ray: make test-cluster")
 def test_a_killed_runner_loses_nothing(local_ray):
-    """Every request ends with the tokens of an undisturbed engine; other batches may turn near ties
-    around."""
+    """Every request ends with the tokens of an undisturbed engine, except that other batches may
+    decide near ties differently."""
     cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
     requests = asked()
     alone = make_engine(cache)
@@ -85,7 +85,7 @@ def test_a_killed_runner_loses_nothing(local_ray):
         killed: list[str] = []
 
         def kill_one(now: float) -> None:
-            """The one with the most requests, once it has generated."""
+            """Kill the runner with the most requests, once the cluster has generated 100 tokens."""
             cluster = live.cluster
             if not killed and cluster.num_tokens > 100:
                 gpu = max(cluster.state.gpus.values(), key=lambda gpu: gpu.batch)
@@ -106,7 +106,7 @@ def make_simulated() -> Engine:
 @pytest.mark.slow
 @pytest.mark.skipif(ray is None, reason="needs Ray: make test-cluster")
 def test_a_server_over_actors(local_ray):
-    """Of clients one leaves, and of actors one is killed: the others get what one engine says."""
+    """One client leaves and one actor is killed; other clients get the texts of a single engine."""
     runners = {f"gpu-{i}": RayRunner(make_simulated, {"num_cpus": 0}) for i in range(2)}
     live = LiveCluster(runners, serving.BUNDLED, serving.CONFIG, serving.TOKENIZER, silence_s=120)
     with serving.served(ClusterClient(live.__enter__())) as server:

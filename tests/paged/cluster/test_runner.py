@@ -1,4 +1,4 @@
-"""One engine behind an inbox: what it tells, and what it does with what it is told."""
+"""One engine behind an inbox: its events, and its handling of requests and cancellations."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_what_does_not_grow_is_told_at_its_first_token_and_at_its_end():
 
 
 def test_memory_of_what_waits_is_not_free():
-    """Two requests of 44 and 40 tokens do not fit 80 together."""
+    """Two requests that need 44 and 40 tokens do not fit into 80 together."""
     runner = runner_of()
     runner.add(request("a", 0, 43), 1)
     runner.add(request("b", 1, 39), 2)
@@ -79,7 +79,7 @@ def test_memory_of_what_waits_is_not_free():
 
 
 def test_memory_that_runs_out_names_the_newest():
-    """By the cluster's order, whichever came to this runner last."""
+    """The newest is the last in the cluster's order, not the last that reached this runner."""
     runner = runner_of()
     runner.add(request("newest", 9, 35), 1)
     runner.add(request("older", 3, 31), 2)
@@ -154,7 +154,7 @@ def test_a_request_brings_its_adapter_and_the_status_tells_which_are_there():
 
 
 def test_a_request_keeps_the_adapter_that_its_name_meant_when_it_came():
-    """One that moves here may be older than what has the name here."""
+    """A request that moves here may be older than the adapter that has its name here."""
     runner, other = adapter_runner(2), replace(POEMS, content_hash="other")
     for name, adapter in (("a", POEMS), ("b", other), ("c", POEMS)):
         runner.add(replace(request(name), adapter=adapter), 1)

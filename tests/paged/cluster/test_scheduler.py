@@ -1,4 +1,4 @@
-"""Placement, consolidation and hints as the paper and our choices have them (Punica §5.1, §5.3)."""
+"""Placement, consolidation and hints, as in Punica (§5.1, §5.3) and in our choices beyond it."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def job(prompt: int = 3, **sampling) -> Job:
 
 
 def state(**batches: int) -> ClusterState:
-    """GPUs that run so many sequences with prompts of 3 tokens, a page each."""
+    """GPUs that each run `batches` sequences with prompts of 3 tokens, which take one page each."""
     found = ClusterState(LIMITS)
     for uuid, batch in batches.items():
         gpu = found.gpus[uuid] = Gpu(uuid, LIMITS, LIMITS.kv_tokens)
@@ -41,11 +41,11 @@ def state(**batches: int) -> ClusterState:
     ("batches", "asked", "uuid"),
     [
         ({"a": 1, "b": 3, "c": 2}, {}, "b"),  # the largest working set
-        ({"a": 2, "c": 2, "b": 2}, {}, "c"),  # of equal ones the highest UUID
+        ({"a": 2, "c": 2, "b": 2}, {}, "c"),  # the highest UUID among equal working sets
         ({"a": 0, "b": 0}, {}, "b"),
-        ({"a": 8, "b": 1}, {}, "b"),  # a full batch gets nothing
+        ({"a": 8, "b": 1}, {}, "b"),  # a full GPU gets no request
         ({"a": 8, "b": 8}, {}, None),
-        ({"a": 5, "b": 1}, {"beam_width": 4}, "b"),  # beams and samples count each
+        ({"a": 5, "b": 1}, {"beam_width": 4}, "b"),  # each beam or sample counts
         ({"a": 5, "b": 1}, {"n": 3, "temperature": 1.0}, "a"),
     ],
 )
@@ -81,10 +81,10 @@ def test_consolidation_empties_a_light_gpu_onto_a_busy_one():
 
 
 @pytest.mark.parametrize("batches", [
-    {"a": 2},  # nowhere but onto an idle one
+    {"a": 2},  # no busy GPU to move to
     {"a": 2, "b": 0},
     {"a": 3, "b": 4},  # more than a quarter full
-    {"a": 2, "b": 7},  # a part would fit
+    {"a": 2, "b": 7},  # only a part would fit
 ])  # fmt: skip
 def test_no_consolidation(batches):
     assert rebalance(state(**batches)) == []

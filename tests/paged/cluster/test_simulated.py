@@ -1,4 +1,4 @@
-"""Engines under the cluster in simulated time: the tokens of each request alone."""
+"""A cluster of engines in simulated time: each request gets the tokens that it gets alone."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +31,7 @@ CONFIG = EngineConfig(
 
 
 class TimedHashing(HashingExecutor):
-    """Each step takes a tenth of a second."""
+    """A hashing executor whose steps take 0.1 s of simulated time."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -77,7 +77,7 @@ def arrivals(count: int, rate: float, seed: int, adapters=(None,)) -> list[Arriv
 def check_alone(
     arrival: Arrival, output: RequestOutput, config: EngineConfig, adapter: Adapter | None = None
 ) -> None:
-    """The output is that of the request alone."""
+    """Assert that the output equals the output of the request alone."""
     how, tag = arrival.sampling, [] if adapter is None else [tag_of(adapter)]
     prompt = [*tag, *arrival.prompt]
     limit = min(len(arrival.prompt) + how.max_tokens, config.max_model_len) + len(tag)
@@ -96,7 +96,7 @@ def check_alone(
     {}, {"multi_step": 3, "prefix_caching": True}, {"preemption_mode": "recompute"},
 ])  # fmt: skip
 def test_tokens_are_those_of_each_request_alone(changes):
-    """Through evictions, consolidations and restarts of beam searches."""
+    """Evictions, consolidations and restarts of beam searches change no token."""
     config = replace(CONFIG, **changes)
     causes = np.zeros(2, int)
     for seed in range(4):
@@ -142,7 +142,7 @@ def simulated(count: int) -> SimulatedCluster:
 
 
 def test_an_idle_gpu_stays_idle_under_steady_light_load():
-    """Two sequences run on average, of eight that a GPU takes."""
+    """On average two sequences run, and one GPU has room for eight."""
     cluster = simulated(4)
     used: set[str] = set()
 
@@ -155,7 +155,7 @@ def test_an_idle_gpu_stays_idle_under_steady_light_load():
 
 
 def test_after_a_peak_the_load_is_on_few_gpus():
-    """Long requests that the peak has left on one GPU move to another, without new arrivals."""
+    """The long request that a peak leaves on one GPU moves to the other, without new arrivals."""
     cluster = simulated(2)
     short = SamplingParams(max_tokens=5, ignore_eos=True, seed=0)
     long = replace(short, max_tokens=50)
@@ -168,8 +168,8 @@ def test_after_a_peak_the_load_is_on_few_gpus():
 
 
 def test_with_adapters_the_tokens_are_those_of_the_request_alone():
-    """Through evictions and consolidations, while adapters get other contents: a request keeps the
-    one that its adapter had when it came, wherever it moves."""
+    """Adapters get new contents while requests are evicted and consolidated. A request keeps the
+    content that its adapter had when the request arrived, wherever the request moves."""
     config = replace(CONFIG, adapter_slots=3, max_adapter_rank=32, prefix_caching=True)
     moved = 0
     for seed in range(4):
@@ -227,7 +227,7 @@ def timed_cluster(skip: bool, cost, adapters: int, **fields) -> SimulatedCluster
     "fields", [{}, {"run_ahead": False}, {"policy": "orca_oracle"}, {"kv_cache_tokens": 1000}]
 )
 def test_runs_of_decode_steps_are_as_steps_one_by_one(fields, adapters):
-    """Records, samples and outputs, through evictions and consolidations."""
+    """`skip` changes no output, record or observation, through evictions and consolidations."""
     moved, logged = 0, [0, 0]
     for seed in range(3):
         rng = np.random.default_rng(seed)

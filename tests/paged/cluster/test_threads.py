@@ -1,6 +1,6 @@
-"""Engines on devices of their own, in threads of one process.
+"""Engines in threads of one process, each on a device of its own.
 
-A process counts its devices once: a second one, this file as a program, has two.
+A process counts its devices only once, so this file also runs as a program with two devices.
 """
 
 import json
@@ -47,7 +47,7 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.mark.slow  # two engines compile
 def test_tokens_are_those_of_an_undisturbed_engine():
-    """Through evictions and the death of a runner, over adapters in one folder."""
+    """Evictions and the death of a runner change no token, with and without adapters."""
     printed = printed_with_devices("tests.paged.cluster.test_threads", 2)
     assert printed["devices"] == {f"gpu-{i}": [i] for i in range(2)}
     assert printed["brought_to"] == printed["devices"]
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_an_undisturbed_engine():
 
 
 def test_a_runner_that_says_nothing_is_dead():
-    """Its requests go to the others."""
+    """The requests of the dead runner move to the other runner."""
     release = threading.Event()
 
     class Stuck(SimulatedExecutor):
@@ -82,7 +82,7 @@ def test_a_runner_that_says_nothing_is_dead():
 
 
 class Chatterbox:
-    """Posts anew while it is heard, and serves nobody."""
+    """A runner that posts new events whenever its events are read, and serves no request."""
 
     def start(self, post, heartbeat_s: float) -> None:
         class Events(list):
@@ -108,7 +108,7 @@ def test_who_posts_faster_than_it_is_heard_holds_nothing_up():
 
 
 def test_an_interrupted_start_closes_the_runners():
-    """Also those that are not ready yet."""
+    """Runners that are not ready yet are closed too."""
     may_start, ended = threading.Event(), threading.Event()
 
     def make_engine() -> Engine:
@@ -151,7 +151,7 @@ def main() -> None:
     def make_engine(uuid: str, device: jax.Device) -> Engine:
         params = jax.device_put(random_params(), device)
         engine = engines[uuid] = padded(Engine.from_model(params, TINY, CONFIG))
-        engine.generate([[5] * 20])  # what serves compiles nothing
+        engine.generate([[5] * 20])  # so that nothing compiles while it serves
         execute, left = engine.executor.execute, [60]
         assert isinstance(engine.executor.adapters, DeviceAdapters)
         bring = engine.executor.adapters._bring
@@ -184,7 +184,7 @@ def main() -> None:
             Arrival(0.01 * i, *asked, name)
             for i, (asked, name) in enumerate(zip(requests(24), names, strict=True))
         ])  # fmt: skip
-    for name, folder in folders.items():  # its own runner may have seen few of them
+    for name, folder in folders.items():  # its runner may have served few of them
         engines["gpu-0"].add_adapter(name, folder)
     undisturbed = engines["gpu-0"].generate(prompts, hows, names)
     pools = {uuid: jax.tree.leaves(each.executor._cache) for uuid, each in engines.items()}  # type: ignore[attr-defined]

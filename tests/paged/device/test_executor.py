@@ -1,4 +1,4 @@
-"""The step as a program: what it allocates, and its declared shapes."""
+"""The compiled step: its memory, its declared shapes and its compilation."""
 
 import os
 import time
@@ -83,7 +83,7 @@ def test_an_interrupted_warm_up_compiles_no_more(tiny_params, monkeypatch):
         compiled.append(shape)
         if len(compiled) == 1:
             raise KeyboardInterrupt
-        time.sleep(0.1)  # the next one compiles when the first one's end is seen
+        time.sleep(0.1)  # so that the second still compiles when the first's end is seen
 
     monkeypatch.setattr(executor, "_compile", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -92,7 +92,7 @@ def test_an_interrupted_warm_up_compiles_no_more(tiny_params, monkeypatch):
 
 
 def test_equal_engines_compile_once(tiny_params):
-    """And each has its own weights and cache."""
+    """The engines share programs, but each has its own weights and cache."""
     config = EngineConfig(
         max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32, kv_cache_tokens=64
     )
@@ -115,7 +115,7 @@ def test_a_device_half_without_hash_is_refused(tiny_params):
 
 
 def test_there_may_be_more_units_than_the_machine_has_memory_for():
-    """As of 256 sequences of 32k tokens of an 8B model, of which few are ever swapped out."""
+    """256 sequences of 32k tokens of an 8B model need 1 TiB, but few are ever swapped out."""
     content = {"words": jnp.arange(3 * 1024, dtype=jnp.uint32).reshape(3, 1024)}
     content["scores"] = jnp.ones((3, 2), jnp.bfloat16)
     host, units = _Landing(2**28), np.array([0, 5, 2**28 - 1])  # 1 TiB of words

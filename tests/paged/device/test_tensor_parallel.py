@@ -1,7 +1,7 @@
 """The engine on 2, 4 and 8 devices against itself on one.
 
-A process counts its devices once: a second one, this file as a program, has eight, and prints what
-the tests below look at.
+A process counts its devices only once, so this file also runs as a program with eight devices,
+which prints the values that the tests check.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ ALONE = EngineConfig(
     max_num_seqs=1, max_num_batched_tokens=16, max_prefills_per_step=1, max_model_len=48,
     page_size=4, kv_cache_tokens=96, watermark=0.0,
 )  # fmt: skip
-# One block short of two whole sequences.
+# One block less than two whole sequences that share a prefix of three blocks.
 CROWDED = dataclasses.replace(
     ALONE, max_num_seqs=2, max_prefills_per_step=2, kv_cache_tokens=80, prefix_caching=True
 )
@@ -54,7 +54,7 @@ UNSTACKED = ("llama",)
 
 
 def random_params(model: ModelConfig):
-    """With biases that are not zero: adding one per shard would show."""
+    """Biases are not zero, so that adding a bias once per shard would show."""
     rng = np.random.default_rng(1)
     # Larger embeddings give varied continuations instead of one token forever.
     scales = {"embed": 0.12, "ones": 0.1, "zeros": 0.1}
@@ -78,7 +78,7 @@ def prompts_and_sampling():
 
 
 def facts(name: str, size: int) -> dict:
-    """What the tests ask of one engine, once it has served."""
+    """The values that the tests check, from one engine that has served."""
     policy = name if name in POLICIES else "vllm"
     config = dataclasses.replace(CONFIGS[name], tensor_parallel=size, policy=policy)
     engine = Engine.from_model(random_params(MODELS[name]), MODELS[name], config)
@@ -108,8 +108,8 @@ def facts(name: str, size: int) -> dict:
 
 
 def adapters_split_otherwise(name: str, shards: Shards) -> list[str]:
-    """The projections of which a page of an adapter is not split, copied and put in order as the
-    base weights are. Each number says where in the axis of the base weights it was."""
+    """Projections whose adapter pages are not split, copied and ordered as their base weights are.
+    Each number encodes its layer and its place in the axis of the base weights."""
     model, wrong = MODELS[name], []
     for projection, page in lora.declare(model).items():
         for key, declared in page.items():
@@ -131,7 +131,7 @@ def adapters_split_otherwise(name: str, shards: Shards) -> list[str]:
 
 
 def hidden_states(name: str, size: int, merged: bool) -> list:
-    """[T, E] of one sequence with an adapter on every projection, or with the adapters merged.
+    """[T, E] of a sequence, with an adapter on each projection or with the adapters merged.
 
     A [L, R, in] and B [out, L, R] are split over the shards as the weights' axes are.
     """
@@ -175,7 +175,7 @@ def served() -> dict:
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_tokens_are_those_of_one_device(served, name, size):
-    """Greedy and sampled; shards add float32 in another order, which moves no token here."""
+    """Shards add float32 in another order, which changes no token here, greedy or sampled."""
     one, several = served[name]["1"], served[name][str(size)]
     assert several["tokens"] == one["tokens"]
     assert min(len(set(tokens)) for tokens in one["tokens"]) > 10
@@ -187,7 +187,7 @@ def test_tokens_are_those_of_one_device(served, name, size):
 
 @pytest.mark.parametrize("size", SIZES["reordered"])
 def test_the_order_of_heads_changes_no_token(served, size):
-    """A policy may order the heads of each layer; query heads and outputs go with them."""
+    """A policy may order the KV heads of each layer; query heads and outputs follow them."""
     ordered, plain = served["reordered"][str(size)], served["grouped"][str(size)]
     assert ordered["tokens"] == plain["tokens"]
     L, K = HEAD_ORDER.shape
@@ -198,7 +198,7 @@ def test_the_order_of_heads_changes_no_token(served, size):
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_two_all_reduces_a_layer_are_all_that_travels(served, name, size):
-    """A scan over stacked layers holds one layer's."""
+    """A program that scans over stacked layers contains the all-reduces of one layer."""
     layers = MODELS[name].num_layers if name in UNSTACKED else 1
     for counts in served[name][str(size)]["collectives"]:
         assert counts == {"all-reduce": 2 * layers}
@@ -207,7 +207,7 @@ def test_two_all_reduces_a_layer_are_all_that_travels(served, name, size):
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_a_shard_holds_the_pages_of_its_heads(served, name, size):
-    """Its share, or one head where there are fewer of them than shards."""
+    """A shard holds its share of the KV heads, or one head if there are more shards than heads."""
     one, several = served[name]["1"], served[name][str(size)]
     (whole,) = one["cache_bytes"]
     share = whole // min(size, MODELS[name].num_kv_heads)
@@ -222,7 +222,7 @@ def test_adapters_are_split_as_their_base_weights(served, name, size):
 
 @pytest.mark.parametrize(("name", "size"), [(name, 1) for name in SIZES] + CASES)
 def test_adapters_are_summed_over_the_shards_once(served, name, size):
-    """Split adapters beside split weights give what merged weights give on one device."""
+    """Split adapters beside split weights equal merged weights on one device."""
     got = np.array(served[name][str(size)]["hidden_with_adapters"])
     expected = np.array(served[name]["1"]["hidden_merged"])
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

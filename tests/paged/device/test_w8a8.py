@@ -1,7 +1,7 @@
 """W8A8 through the engine, against full recomputation with the same quantised products.
 
-A process counts its devices once: a second one, this file as a program, has four, and prints what
-the last test looks at.
+A process counts its devices only once, so this file also runs as a program with four devices, which
+prints the values that the last test checks.
 """
 
 import json
@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
 
 
 def check(engine: Engine, params, adapter=None, hook=None) -> None:
-    """Each token is the likeliest by full recomputation, of the prompt and what came before it."""
+    """Assert that each token is the likeliest by full recomputation of all tokens before it."""
 
     @jax.jit
     def logits_of(tokens):
@@ -49,7 +49,7 @@ def check(engine: Engine, params, adapter=None, hook=None) -> None:
         logits = np.asarray(logits_of(np.pad(tokens, (0, 64 - len(tokens)))))
         logits = logits[len(prompt) - 1 : len(tokens) - 1]
         chosen = logits[np.arange(len(output.tokens)), output.tokens]
-        # A rounding of float32 may turn a code, which moves logits by this much.
+        # Float32 rounding may change an int8 code, which moves logits by this much.
         assert (chosen >= logits.max(-1) - 0.02).all()
 
 
@@ -92,10 +92,10 @@ def four_devices() -> dict:
 
 @pytest.mark.slow  # another process
 def test_four_devices_have_the_codes_of_one_and_its_logits(four_devices):
-    """A token has one scale, also if each shard has a part of the input ('wo', 'w_down')."""
+    """A token has one scale, even where each shard has a part of the input ('wo', 'w_down')."""
     assert four_devices["same_weights"] and four_devices["same_weights_of_4_bits"]
     assert max(four_devices["logprob_differences"]) < 1e-4
-    # In a layer, which a scan holds once: two sums, and the maxima of their two inputs.
+    # A layer, which a scan contains once, has two sums and the maxima of their two inputs.
     assert all(each == {"all-reduce": 4} for each in four_devices["collectives"])
 
 

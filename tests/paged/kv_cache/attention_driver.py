@@ -17,10 +17,12 @@ from paged.tensor_parallel import AXIS, REPLICATED, SPLIT, Shards
 
 
 class Driver(HostDriver):
-    """Sequences by slot. qkv: of each slot q [L, n, H, D], k and v [L, n, K, D], of which the first
-    `prompts[slot]` tokens are there at admission, in the model's own order of heads. heads: [L, K],
-    those of the model in the order of the policy's places. The configuration says over how many
-    devices heads are split."""
+    """Runs one sequence per slot, with heads split over the devices of the configuration.
+
+    qkv: q [L, n, H, D], k and v [L, n, K, D] of each slot, in the model's own order of heads.
+    prompts: number of prompt tokens of each slot.
+    heads: [L, K], the model's KV heads in the order of the policy's places.
+    """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, qkv, prompts: list[int]):
         policy, shards = POLICIES[config.policy], Shards(model, config.tensor_parallel)
@@ -40,7 +42,7 @@ class Driver(HostDriver):
         )  # fmt: skip
 
     def step(self, chunks: Chunks, Tp: int, Sd: int) -> dict[int, np.ndarray]:
-        """The attention [L, n, H, D] of each chunk by slot, padded to Tp and Sd tokens."""
+        """Run a step, padded to Tp and Sd tokens. Return the attention [L, n, H, D] by slot."""
         inputs = self.inputs(chunks, Tp, Sd)
         places = {}
         arrays = [np.zeros((x.shape[0], Tp + Sd, *x.shape[2:]), np.float32) for x in self._qkv[0]]
@@ -60,7 +62,7 @@ class Driver(HostDriver):
     def run(
         self, steps: Sequence[Chunks], Tp: int, Sd: int, after: Callable[[], None] = lambda: None
     ) -> list[np.ndarray]:
-        """The attention [L, n, H, D] of each sequence in all steps. after: what follows a step."""
+        """The attention [L, n, H, D] of each sequence over all steps. `after` follows a step."""
         outs: list[list[np.ndarray]] = [[] for _ in self._qkv]
         for chunks in steps:
             for slot, out in self.step(chunks, Tp, Sd).items():
@@ -69,7 +71,7 @@ class Driver(HostDriver):
         return [np.concatenate(each, axis=1) for each in outs]
 
     def observe(self) -> None:
-        """The host half takes in what its only device reports."""
+        """Pass the report of the only device to the host half."""
         report = jax.tree.map(lambda x: np.asarray(x)[None], self.device.report(self.cache))
         self.host.observe(self.number, report)
         self.host.check()
@@ -77,7 +79,7 @@ class Driver(HostDriver):
 
 def random_qkv(model: ModelConfig, lengths: Sequence[int], scales=(1, 1, 1), seed=3) -> list:
     """q [L, n, H, D], k and v [L, n, K, D] of sequences of `lengths` n, from normal distributions.
-    Large scales make attention sharp, or all tokens would matter alike."""
+    With small scales, all tokens have about the same weight in attention."""
     rng, heads = np.random.default_rng(seed), (model.num_heads, *[model.num_kv_heads] * 2)
     return [
         [
@@ -89,7 +91,7 @@ def random_qkv(model: ModelConfig, lengths: Sequence[int], scales=(1, 1, 1), see
 
 
 def _ordered(x_LxTxHxD: np.ndarray, heads_LxK: np.ndarray, K: int) -> np.ndarray:
-    """With the heads of each layer, or the query heads with them, in another order."""
+    """`x` with the heads of each layer in the order `heads`. Query heads follow their KV heads."""
     L, T, H, D = x_LxTxHxD.shape
     by_head = x_LxTxHxD.reshape(L, T, K, H // K, D)
     ordered = np.take_along_axis(by_head, heads_LxK[:, None, :, None, None], axis=2)

@@ -1,4 +1,4 @@
-"""What LServe's policy computes, of one whole sequence, by masks over all keys."""
+"""Attention of LServe's policy over one whole sequence, by masks over all keys."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from pallas_kernels.quantization import KVFormat, dequantize, quantize
 def masked_attend(
     model: ModelConfig, options: Options, streams: np.ndarray, page_size: int, prompt_length
 ):
-    """An `attend` in which each token sees what the policy says: tokens of the prompt and heads
-    that stream by position, generated tokens by the scores of pages, which are of keys as they were
-    before they were stored.
+    """An `attend` with the masks of the policy. Prompt tokens and streaming heads mask keys by
+    position. In other heads, generated tokens mask pages by their scores, which are computed from
+    keys before they are rounded to the format of the pages.
 
     streams: [L, K] bool, in the model's own order of heads.
     """
@@ -23,7 +23,7 @@ def masked_attend(
     windows = np.array([window or 2**30 for window in attention.windows])
 
     def scores_of_pages(q_TxKxGxD, k_TxKxD):
-        """Eq. 2, as it is written: [T, K, G, pages]."""
+        """Scores [T, K, G, pages] by eq. 2 as it is printed."""
         keys = k_TxKxD.reshape(-1, options.logical_page, K, D)
         largest, smallest = keys.max(1), keys.min(1)
         q = q_TxKxGxD[:, None]
@@ -32,7 +32,7 @@ def masked_attend(
         return of_logical.reshape(*of_logical.shape[:-1], -1, P // options.logical_page).max(-1)
 
     def stored(x):
-        """What pages hold of it."""
+        """`x` as pages hold it, rounded to their format."""
         if options.kv_bits == 16:
             return x
         format = KVFormat(options.kv_bits, D)

@@ -1,7 +1,8 @@
-"""What the shared suite knows of a KV-cache policy, and engines to try it in.
+"""KV-cache policies as cases of the shared suite, and engines that run them.
 
-A policy joins the suite with a line in CASES, or from outside of the tree by SUITE_POLICY, as
---policy names it, and SUITE_CONFIG, the JSON of what its EngineConfig has otherwise than CONFIG.
+A policy joins the suite with a line in CASES. A policy outside of the tree joins it by environment
+variables: SUITE_POLICY names it as --policy does, and SUITE_CONFIG is the JSON of the fields of its
+EngineConfig that differ from CONFIG.
 """
 
 import dataclasses
@@ -80,7 +81,7 @@ class Case:
 
     @property
     def exact_modes(self) -> list[str]:
-        """Modes of preemption that leave tokens as they are, swapping last."""
+        """Preemption modes that change no token, with 'swap' last."""
         can = self.capabilities
         return ["auto"] + ["recompute"] * can.recompute + ["swap"] * can.swap
 
@@ -93,30 +94,30 @@ def cases_outside(environment: Mapping[str, str]) -> list[Case]:
     return [Case("yours", policy_of(name), config=config)]
 
 
-# A head of each layer streams, not the same one; the others read three pages of up to sixteen.
+# Another head of each layer streams; the other heads read three of up to sixteen pages.
 LSERVE_OPTIONS = lserve.Options(
     budget=12, reuse=2, logical_page=2, sink=4, local=8, streaming_share=0.5,
     gates=((0.1, 0.9), (0.8, 0.7)),
 )  # fmt: skip
-# In half of the memory it has as many blocks.
+# With 8 bits, half of the memory holds as many blocks.
 LSERVE_KV8_OPTIONS = dataclasses.replace(LSERVE_OPTIONS, kv_bits=8)
-# Pages of 4 tokens as they are or of 12 tokens in 4 bits; thresholds that TINY's heads fall below.
+# Pages hold 4 tokens as they are or 12 tokens in 4 bits. Tokens of TINY fall below the thresholds.
 DIFFKV_OPTIONS = diffkv.Options(high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.6, window=6)
-# Pages of 4 tokens as they are, of 8 tokens in 8 bits or of 12 tokens in 4 bits.
+# Pages hold 4 tokens as they are, 8 tokens in 8 bits or 12 tokens in 4 bits.
 DIFFKV_THREE_OPTIONS = dataclasses.replace(
     DIFFKV_OPTIONS, top="auto", high="K8V8", alpha_top=1.4, alpha_h=1.0
 )
-# Pages of 4 tokens as they are or of 16 tokens in 4 bits.
+# Pages hold 4 tokens as they are or 16 tokens in 4 bits.
 KIVI_OPTIONS = diffkv.Options(
     high="auto", low="K4V4", prompt_rule="kivi", generation_rule="kivi", window=16, key_group=8
 )
-# Pages of 4 tokens as they are or of 8 tokens in 4 bits, with an outlier of each key and value; a
-# prompt comes in chunks of 8 tokens.
+# Pages hold 4 tokens as they are or 8 tokens in 4 bits, with an outlier of each key and value.
+# Prompts run in chunks of whole tiles of 8 tokens.
 QAQ_OPTIONS = diffkv.Options(
     high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.0, window=6, outliers=1, prompt_tile=8
 )
 WHOLE_PROMPTS = {"max_num_batched_tokens": LONGEST}
-# A head of each layer streams, not the same one; the others read three pages.
+# Another head of each layer streams; the other heads read three pages.
 DIFFKV_COMPOSED_OPTIONS = dataclasses.replace(
     DIFFKV_OPTIONS,
     sink=4,
@@ -127,12 +128,12 @@ DIFFKV_COMPOSED_OPTIONS = dataclasses.replace(
     logical_page=2,
 )
 DIFFKV_EXACT_OPTIONS = diffkv.Options(high="auto", low="auto", alpha_h=0.0, alpha_l=0.0)
-# Thresholds are data: its programs are those of the options with which tokens move down.
+# Thresholds are inputs of programs: these options share the programs of DIFFKV_THREE_OPTIONS.
 DIFFKV_EXACT_THREE_OPTIONS = dataclasses.replace(
     DIFFKV_THREE_OPTIONS, alpha_top=0.0, alpha_h=0.0, alpha_l=0.0
 )
 WRITTEN = written_policy()
-# Seven pages before a token's own, so that the crowd preempts; as streaming heads have it.
+# Seven pages before a token's own, so that CROWD preempts. All heads stream in the oracle.
 WRITTEN_OPTIONS = WRITTEN.Options(sink=1, local=7)
 WRITTEN_ORACLE = functools.partial(
     masked_attend, TINY, dataclasses.replace(LSERVE_OPTIONS, sink=4, local=28),
@@ -151,7 +152,7 @@ CASES = [
         "lserve_kv8", POLICIES["lserve"],
         functools.partial(masked_attend, TINY, LSERVE_KV8_OPTIONS, LSERVE_STREAMS, 4),
         {"policy_options": LSERVE_KV8_OPTIONS, "kv_cache_tokens": 72}, slow=True,
-        swept=True,  # test_lserve.py has quantised pages
+        swept=True,  # test_lserve.py tests quantised pages
     ),
     Case(
         "diffkv", POLICIES["diffkv"],
@@ -173,7 +174,7 @@ CASES = [
     Case(
         "qaq", POLICIES["diffkv"],
         config={"policy_options": QAQ_OPTIONS, "kv_cache_tokens": 218}, slow=True,
-        swept=True,  # test_compression.py has outliers
+        swept=True,  # test_compression.py tests outliers
     ),
     Case(
         "tova", TOVA, functools.partial(tova_attend, TINY, 20),
@@ -205,7 +206,7 @@ by_policy_and_steps = pytest.mark.parametrize(
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """The policies of the suite are ones that an EngineConfig can name."""
+    """Register the policies of the suite, so that an EngineConfig can name them."""
     before = dict(POLICIES)
     POLICIES.update({case.name: case.policy for case in CASES})
     try:
@@ -225,7 +226,7 @@ class Request:
         return min(len(self.prompt) + self.how.max_tokens, LONGEST)
 
     def suits(self, engine: Engine) -> bool:
-        """Whether the policy can hold and serve it."""
+        """Whether the engine's policy can hold and serve the request."""
         can = engine.config.capabilities
         if self.how.is_beam_search and can.fork == "no":
             return False
@@ -233,7 +234,7 @@ class Request:
 
 
 def _catalogue() -> list[Request]:
-    """Requests of all kinds; few, so that what each gives alone is computed once."""
+    """A fixed list of requests of all kinds, so that each runs alone only once per policy."""
     rng = np.random.default_rng(5)
     every: dict[str, Any] = {"ignore_eos": True, "seed": 0}
     greedy = [SamplingParams(max_tokens=n, **every) for n in (1, 7, 25, 60)]
@@ -264,8 +265,8 @@ CROWD = [r for r in CATALOGUE if r.how.max_tokens >= 12]
 
 
 class Bench:
-    """Engines of a model's parameters. Those whose programs are equal share an executor, so that
-    only the last one made may be used; each begins with an executor that was reset."""
+    """Engines of a model's parameters. Engines with equal programs share an executor, which each
+    new engine resets. So only the newest of these engines may run."""
 
     def __init__(self, params):
         self.params = params
@@ -291,8 +292,8 @@ class Bench:
         return padded(Engine(TINY, config, executor))
 
     def alone(self, case: Case, request: Request) -> list[list[int]]:
-        """The tokens of each of its sequences, in a fresh engine with nobody else: a request for
-        several samples as so many requests for one."""
+        """The tokens of each sequence of a request that runs alone in a fresh engine. A request for
+        several samples runs as several requests for one sample."""
         if (case.name, request) not in self._alone:
             how, prompt = request.how, list(request.prompt)
             if how.is_beam_search or how.n == 1:
@@ -307,7 +308,7 @@ class Bench:
         return self._alone[case.name, request]
 
     def check_oracle(self, case: Case, prompt: list[int], tokens: list[int]) -> None:
-        """Assert that greedy tokens are those of full recomputation, near ties aside."""
+        """Assert that greedy tokens equal full recomputation by the oracle, near ties aside."""
         assert case.oracle is not None
         whole = np.zeros(LONGEST, np.int32)
         whole[: len(prompt) + len(tokens)] = [*prompt, *tokens]
@@ -330,8 +331,8 @@ def _full_logits(oracle: Callable[[Any], Any]):
 
 
 def compiled_step(params, device, table_width: int, Tp: int, Sd: int, multi_step: int) -> tuple:
-    """(cache, program, bytes of temporaries) of a step of four slots, over `device`'s cache, all of
-    which is aliased from input to output."""
+    """(cache, program, bytes of temporaries) of a step of four slots. Asserts that the whole cache
+    of `device` is aliased from input to output."""
     cache = jax.eval_shape(lambda: device.init(np.float32, jnp.int32(0)))
     state = jax.eval_shape(lambda: SamplingState.empty(4, 256))
     inputs = empty_step_inputs(Tp, Sd, 2, num_slots=4, table_width=table_width)
@@ -346,8 +347,8 @@ def compiled_step(params, device, table_width: int, Tp: int, Sd: int, multi_step
 
 
 def drain(engine: Engine) -> dict[str, list[list[int]]]:
-    """Step until nothing is left; the tokens of each sequence by request. The policy's books are
-    checked after every step."""
+    """Step until no request is left, and check the policy's books after every step. Return the
+    tokens of each sequence by request."""
     ended: dict[str, list[list[int]]] = {}
     while engine.has_unfinished():
         take_step(engine, ended)
@@ -365,14 +366,14 @@ def take_step(engine: Engine, ended: dict[str, list[list[int]]]) -> None:
 
 
 def check_empty(engine: Engine) -> None:
-    """Nothing is held by nobody."""
+    """Check that no unit and no slot is in use."""
     engine.host_policy.check()
     assert not any(len(units) for units in engine.host_policy.used_units().values())
     assert engine.scheduler.slots.num_free == engine.config.max_num_seqs
 
 
 def cache_bytes(policy: Policy, config: EngineConfig) -> tuple[int, int]:
-    """(bytes of all leaves of the cache on all shards, of these those of null units)."""
+    """(bytes of all leaves of the cache, bytes of the null units among them)."""
     shards = Shards(TINY, 1)
     sharded = dataclasses.replace(shards.sharded, dtype="float32")
     device = policy.device(config, sharded, None)

@@ -1,4 +1,4 @@
-"""What LServe's policy computes, keeps and refuses. The suite of all policies runs it too."""
+"""LServe's policy: its attention, pages and refusals. The suite of all policies runs it too."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ SELECTS = NEVER_SELECTS | {"budget": 12, "reuse": 2}
 BOTH_LAYERS = ((0.9, 0.2, 0.9, 0.9), (0.1, 0.3, 0.2, 0.9), (0.9, 0.9, 0.9, 0.9))
 ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
 WIDE = replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
-# Layers with dense and streaming heads have the window, which ends within pages.
+# Both dense and streaming heads have the window, which ends within pages.
 WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "attention_cap": 3.0}
 
 
@@ -56,7 +56,7 @@ WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "atte
         ),
         pytest.param(
             SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8}, {},
-            marks=pytest.mark.sweep,  # the suite of policies has its oracle
+            marks=pytest.mark.sweep,  # the suite of policies has a case with its oracle
         ),
         pytest.param(NEVER_SELECTS | {"kv_bits": 4}, {}, marks=pytest.mark.slow),
         pytest.param(
@@ -67,8 +67,8 @@ WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "atte
     ids=["streaming", "both", "quest", "8_bits", "4_bits", "windows"],
 )  # fmt: skip
 def test_attention_is_that_of_masks_over_all_keys(options, model):
-    """Two prompts in chunks of all sizes beside each other, then tokens one by one; the second
-    prompt's last token is computed as a generated one is."""
+    """Chunks of two prompts in shared steps, then decode steps. The second prompt's last token runs
+    like a generated token."""
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=options,
@@ -98,9 +98,9 @@ def test_attention_is_that_of_masks_over_all_keys(options, model):
         np.testing.assert_allclose(found[slot], expected(prompt, *padded)[:, :n], atol=1e-5)
 
 
-@pytest.mark.slow  # both ways to prefill compile
+@pytest.mark.slow  # compiles dense and sparse prefill
 def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
-    """Beside a prompt that is too short for it, in one step; streaming heads stream as ever."""
+    """A prompt too short for sparse prefill runs in the same step. Streaming heads still stream."""
     options = {"gates": BOTH_LAYERS[:2], "streaming_share": 0.25}
     options |= {"minference_from": 40, "minference_budget": 20, "minference_tile": 20}
     config = EngineConfig(
@@ -203,7 +203,7 @@ def test_what_leaves_the_window_is_given_back():
         engine.step()
         most = max(most, len(engine.host_policy.used_units()["streaming"]))
         engine.host_policy.check()
-    # One page of the sink, two of the window and the query's own; chunks of 16 tokens for a step.
+    # One page of the sink, two of the window and the query's own, and a chunk of 16 tokens.
     assert layout.window == 4 and most <= 4 + 16 // 4 < 63 // 4
     assert engine.metrics.steps[-2].kv_bytes > 0
 
@@ -213,14 +213,14 @@ def test_output_can_be_prefilled_where_no_query_selects_pages():
     assert not config.capabilities.recompute_exact and config.preemption_mode == "auto"
     exact = CASE.engine_config(policy_options=lserve.Options(**NEVER_SELECTS))
     assert exact.capabilities.recompute_exact
-    # A context that the budget holds is read whole, also where it ends within a page.
+    # A context that the budget holds is read whole, even if it ends within a page.
     within = CASE.engine_config(max_model_len=22, policy_options=NEVER_SELECTS | {"budget": 22})
     assert within.capabilities.recompute_exact
     assert not layout_of(within, ShardedModel.split(TINY)).selects
 
 
 def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
-    """Nor does it leave the integers of the device."""
+    """Options beyond all sequences must not overflow the integers of the device either."""
     options = CASE.config["policy_options"]
     huge = CASE.engine_config(
         policy_options=replace(options, budget=2**40, sink=2**40, local=2**40)
@@ -232,8 +232,8 @@ def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
 def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
-    """A token's keys and values in a head: codes, and a scale and a zero point of 16 bits each; 16
-    tokens share [max | min] in the dtype of the model."""
+    """A head holds codes of a token's key and value. Below 16 bits, each of them also has a scale
+    and a zero point of 16 bits. 16 tokens share [max | min] in the dtype of the model."""
     model, D = ShardedModel.split(WIDE, 2, "bfloat16"), WIDE.head_dim
     options = lserve.Options(
         budget=192, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3, kv_bits=kv_bits
@@ -246,7 +246,7 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     token = 2 * (D * kv_bits // 8 + (4 if kv_bits < 16 else 0))
     statistics = 64 // 16 * 2 * D * 2
     assert layout.page_bytes == (64 * token + statistics, 64 * token)
-    # Of eight dense and four streaming heads each shard has half.
+    # Each shard has half of the eight dense and four streaming heads.
     assert layout.max_heads == (4, 2)
     assert layout.unit_bytes == (8 * (64 * token + statistics), 4 * 64 * token)
     dense, streaming = POLICIES["lserve"].host(config, model).pools

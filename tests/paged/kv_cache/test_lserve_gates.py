@@ -1,4 +1,4 @@
-"""Which heads stream by the gates of LServe's policy, where shards have them, and gates' files."""
+"""Gates of LServe's policy: the heads that stream, their order on shards, and files of gates."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_each_shard_has_its_dense_heads_first():
 def test_gates_are_cut_at_a_quantile():
     gates = ((0.5, 0.9, 0.5), (0.5, 0.1, 1.0))
     names = [np.argwhere(streaming_heads(gates, share)).tolist() for share in (0, 0.5, 0.34, 1)]
-    # Of equal gates the first ones stream.
+    # Among heads with equal gates, the first ones stream.
     assert names[:3] == [[], [[0, 0], [0, 2], [1, 1]], [[0, 0], [1, 1]]]
     assert len(names[3]) == 6
 

@@ -1,4 +1,4 @@
-"""LServe's prefix cache, host half: what a query reads is what its own sequence has written."""
+"""LServe's prefix cache, host half: a query reads the keys and values of its own sequence."""
 
 import itertools
 from dataclasses import dataclass
@@ -44,7 +44,10 @@ TRUNKS = [(0,) * 12, (0,) * 6 + (1,) * 6, (1, 0) * 7]
 
 @dataclass(eq=False)
 class Running:
-    """contents: of each token that is computed, what it was computed from."""
+    """A sequence in a slot.
+
+    contents: for each computed token, a hash of the tokens that it was computed from.
+    """
 
     sequence: Sequence
     tokens: list[int]
@@ -60,8 +63,9 @@ class Running:
 
 
 class HostBesideMemory(RuleBasedStateMachine):
-    """Memory has for each token of a unit the token and all before it. A token that was computed
-    from some of these alone is like no other, not even one of another sequence of equal tokens."""
+    """Memory holds, for each token of a unit, a hash of the token and all tokens before it. A token
+    that was computed from only some of these tokens gets a unique hash, which differs even from the
+    hash of the same token in an equal sequence."""
 
     kind = "lserve"
 
@@ -79,14 +83,14 @@ class HostBesideMemory(RuleBasedStateMachine):
         self.numbers, self.unlike = itertools.count(1), itertools.count(1)
         self.past = [*map(list, TRUNKS)]
 
-    # What happens
+    # Rules
 
     @rule(
         data=st.data(), shared=st.integers(0, 20), more=st.integers(1, 12),
         own=st.lists(st.integers(0, 2), min_size=1, max_size=6),
     )  # fmt: skip
     def admit(self, data, shared, more, own):
-        """A prompt that begins as others do, or goes on from their output."""
+        """Admit a prompt that begins like an earlier sequence, or goes on from its output."""
         tokens = [*data.draw(st.sampled_from(self.past))[:shared], *own]
         limit = len(tokens) + more
         free = [slot for slot in range(self.config.max_num_seqs) if slot not in self.running]
@@ -106,10 +110,10 @@ class HostBesideMemory(RuleBasedStateMachine):
         running = self.running[slot] = Running(sequence, [*tokens], [])
         for _ in range(computed):
             self._compute(running)
-        self._move()  # a step follows before anybody leaves
+        self._move()  # a step follows before any sequence leaves
 
     def _compute(self, running: Running) -> None:
-        """One more token: its content follows from those before it, unless only some are read."""
+        """Compute one more token, from all tokens before it or, in sparse attention, from some."""
         position, before = len(running.contents), (*running.contents[-1:],)
         options = self.config.policy_options
         sparse_prompt = bool(options.minference_from) and running.prompt >= options.minference_from
@@ -126,7 +130,7 @@ class HostBesideMemory(RuleBasedStateMachine):
                 self._step(data)
 
     def _step(self, data) -> None:
-        """Chunks of prompts, and one token each of those that generate."""
+        """Run chunks of some prompts, and one token of some sequences that generate."""
         room, prefills, starts, ends = self.config.max_num_batched_tokens, 0, [], []
         slots = data.draw(st.lists(st.sampled_from(sorted(self.running)), min_size=1, unique=True))
         chosen = []
@@ -172,7 +176,7 @@ class HostBesideMemory(RuleBasedStateMachine):
     def _places(
         self, table: np.ndarray, position: int, in_window: bool = True
     ) -> list[tuple[str, int, int]]:
-        """Where a token lies: (pool, block, offset)."""
+        """The places (pool, block, offset) of a token."""
         (page, offset), layout = divmod(position, PAGE), self.host.layout
         columns = {"dense": page}
         if layout.streams and in_window:
@@ -261,7 +265,7 @@ class HostBesideMemory(RuleBasedStateMachine):
         tokens = [*trunk[:length]]
         group = SequenceGroup("", 0, np.array(tokens, np.int32), SamplingParams(), 0, length + 1)
         (sequence,) = group.sequences
-        # A window stays for others.
+        # A pin must leave a window for other sequences.
         if not self.host.fits(2 * self.config.max_model_len, 2):
             return
         self._admit(0, sequence, tokens)
@@ -283,7 +287,7 @@ class HostBesideMemory(RuleBasedStateMachine):
                 assert len(np.unique(to)) == len(to), "two units are moved to one place"
                 self.memory[destination + pool][to] = self.memory[source + pool][of]
 
-    # What holds
+    # Invariants
 
     @invariant()
     def books_are_right(self):

@@ -1,4 +1,4 @@
-"""LServe's prefix cache in an engine: what is shared, what is not, and what is refused."""
+"""LServe's prefix cache in an engine: tokens that it shares, limits of sharing, and refusals."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_output_is_shared_as_far_as_no_page_was_selected():
     engine = simulated("quest")
     (first,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True, seed=0))
     prompt = [5, 6, 7, *first.tokens]
-    for own in (9, 10):  # the first of them prefills the output
+    for own in (9, 10):  # the first request prefills the output
         engine.generate([[*prompt, own]], HOW)
     all_read = engine.host_policy.layout.all_below * PAGE
     assert all_read == 6 and len(prompt) == 23

@@ -19,7 +19,7 @@ CONFIG = EngineConfig(
         "minference_budget": 24, "minference_tile": TILE,
     },
 )  # fmt: skip
-# All of LServe: 4-bit weights, keys and values, streaming heads, and pages that are selected.
+# All of LServe: 4-bit weights, 4-bit keys and values, streaming heads and selected pages.
 WIDE = TINY.replace(hidden_size=128, intermediate_size=128, head_dim=32)
 WHOLE = replace(
     CONFIG,
@@ -29,13 +29,13 @@ WHOLE = replace(
         streaming_share=0.5,
     ),
 )  # fmt: skip
-# Whole tiles and a token more, whole tiles, a tile and a few tokens, and one that is not sparse.
+# Whole tiles and one token, whole tiles, whole tiles and a few tokens, and a prompt that is dense.
 LENGTHS = (49, 48, 37, 20)
 HOW = SamplingParams(max_tokens=12, frequency_penalty=1.0, ignore_eos=True, prompt_logprobs=0)
 
 
 def answers(engine: Engine, prompts) -> list[tuple[list[int], np.ndarray]]:
-    """Tokens, and the log-probabilities of the prompt's."""
+    """(tokens, log-probabilities of the prompt's tokens) of each request."""
     return [
         (
             output.tokens,
@@ -57,7 +57,8 @@ def answers(engine: Engine, prompts) -> list[tuple[list[int], np.ndarray]]:
     ),
 )
 def test_neither_company_nor_chunks_change_tokens(model, config, near):
-    """near: a rounding of float32 may turn a code of an activation, and that one of a key."""
+    """near: tolerance of log-probabilities. A float32 rounding error may change the code of an
+    activation, which may change the code of a key."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, model.vocab_size, n).tolist() for n in LENGTHS]
     options, params = config.policy_options, random_params(model)

@@ -1,10 +1,10 @@
-"""What the moves around a step do about slots that change hands before it."""
+"""Moves of slots that change owners before a step."""
 
 from paged.kv_cache.moves import Moves, Pool
 
 
 def test_a_slot_with_two_owners_before_a_step_is_released_once():
-    """Its pages would be given back twice; and nothing is copied for an owner that has left."""
+    """A second release would free its pages twice. A copy for a former owner is cancelled."""
     moves = Moves(slot_copies=[(0, 1)])
     moves.release(1)
     moves.slot_copies.append((2, 1))
@@ -21,7 +21,7 @@ def test_a_slot_whose_copy_is_pending_is_exported_from_its_source():
 
 
 def test_a_parent_that_leaves_may_be_its_grandchild():
-    """Following pairs from child to parent would never end."""
+    """A lookup that followed pairs from child to parent would never end."""
     moves = Moves()
     moves.copy_slot(2, 3)
     moves.release(2)

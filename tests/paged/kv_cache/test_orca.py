@@ -1,4 +1,4 @@
-"""The baselines that reserve contiguous room: the same tokens, their books, and their refusals."""
+"""Baselines that reserve contiguous memory: their tokens, books and refusals."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def _configs(draw) -> EngineConfig:
     )
 
 
-# First token and length of a prompt, tokens to generate, and whether ends of sequence count not.
+# (first token of a prompt, length of the prompt, tokens to generate, ignore_eos).
 CALLS = st.tuples(
     st.integers(FIRST, VOCAB - 1), st.sampled_from([1, 5, 30]), st.integers(1, 40), st.booleans()
 )
@@ -88,12 +88,12 @@ def test_every_request_gets_its_tokens_and_memory_is_accounted_for(config, calls
     ("baseline", "run", "internal"),
     [
         (orca.ORCA_MAX, 64, 64 - 35),
-        (orca.ORCA_POW2, 64, 32 - 25),  # the paper's example: for 25 it reserves 32
+        (orca.ORCA_POW2, 64, 32 - 25),  # the paper's example: 32 reserved for 25
         (orca.ORCA_ORACLE, 64, 0),
     ],
 )
 def test_a_request_reserves_what_the_paper_says(baseline, run, internal):
-    """10 prompt tokens and 25 to come, in blocks of 4: 9 of them, or 11, or 16."""
+    """10 prompt tokens and 25 output tokens need 9, 11 or 16 blocks of 4 tokens."""
     host = _host(baseline)
     sequence = _sequence(10, 35)
     assert host.can_admit([sequence], keep_watermark=True)
@@ -112,7 +112,7 @@ def test_a_request_reserves_what_the_paper_says(baseline, run, internal):
 
 
 def test_a_prompt_at_half_the_context_takes_all_of_it_whatever_is_foreseen():
-    """§6.5: why the Orca baselines behave alike on the chatbot workload."""
+    """So the Orca baselines behave alike on the chatbot workload (vLLM §6.5)."""
     for baseline in (orca.ORCA_MAX, orca.ORCA_POW2, orca.ORCA_ORACLE):
         host = _host(baseline)
         for slot in range(4):
@@ -130,7 +130,7 @@ def test_free_runs_are_external_fragmentation_to_those_they_cannot_serve():
     host.free(0)
     host.free(2)
     assert host.usage().free == 32
-    # Twice 16 slots are free, but not 32 in a row.
+    # Two runs of 16 token slots are free, but no run of 32.
     assert not host.can_admit([_sequence(8, 32)], keep_watermark=False)
     assert (host.usage().external, host.usage().free) == (32, 0)
     assert not host.can_admit([_sequence(8, 16)] * 3, keep_watermark=False)
@@ -149,7 +149,7 @@ def test_static_batches_start_only_when_nothing_runs():
         return [step.num_running for step in engine.metrics.steps]
 
     batch = running("fastertransformer")
-    # Four requests start together and the batch only shrinks, twice.
+    # Two batches run. In each, four requests start together and the batch only shrinks.
     assert np.flatnonzero(np.diff(batch) > 0).size == 1
     assert batch[0] == max(batch) == 4 and min(batch) == 1
     assert len(running("orca_max")) < len(batch)

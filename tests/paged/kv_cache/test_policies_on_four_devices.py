@@ -1,7 +1,7 @@
-"""The policies of the suite on four devices, of which each two share a KV head, against one device.
+"""The suite's policies on four devices, where two devices share a KV head, against one device.
 
 A process fixes its number of devices once. So this file also runs as a program, in a process with
-four, which prints the facts that the tests check.
+four devices, and prints the facts that the tests check.
 """
 
 import json
@@ -21,10 +21,10 @@ from tests.paged.kv_cache.policy_suite import (
 )
 from tests.paged.tiny import random_params
 
-pytestmark = pytest.mark.sweep  # of test_presets_on_devices and test_tensor_parallel
-# The shards of vllm and diffkv_composed have tests of their own; lserve differs from lserve_kv8 in
-# its page format alone, as qaq from diffkv, and kivi, which decides nothing by scores, has no more
-# to agree on than vllm; the device half of the others is vllm's, or reads less.
+pytestmark = pytest.mark.sweep  # widens test_presets_on_devices and test_tensor_parallel
+# vllm and diffkv_composed have other tests of their shards. lserve differs from lserve_kv8, and qaq
+# from diffkv, in the page format alone. kivi decides nothing by scores, so its shards have nothing
+# to agree on. orca_max has the device half of vllm, and the written policy one that reads less.
 ELSEWHERE = "vllm", "diffkv_composed", "lserve", "orca_max", "kivi", "qaq", WRITTEN.NAME
 SERVED = [case for case in CASES if case.name not in ELSEWHERE]
 by_policy = pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
@@ -57,7 +57,7 @@ def served() -> dict:
 
 @by_policy
 def test_tokens_are_those_of_one_device(served, case):
-    """Also if sequences are swapped out and in, with their slots' state."""
+    """If the policy can swap, sequences are swapped out and in with the state of their slots."""
     one, four = served[case.name]["1"], served[case.name]["4"]
     assert one["tokens"] and four["tokens"] == one["tokens"]
     assert four["preemptions"] == one["preemptions"]
@@ -66,10 +66,10 @@ def test_tokens_are_those_of_one_device(served, case):
 
 @by_policy
 def test_queries_travel_where_they_decide_together(served, case):
-    """Each layer has two all-reduces; a scan over layers has one layer's. A policy that selects
-    pages by all query heads of a KV head gathers the queries of generated tokens; a policy that
-    keeps tokens by them gathers those of prompts, too. One of the two programs has no prompts.
-    TOVA all-reduces its weights."""
+    """Each layer has two all-reduces, and a program that scans over layers has those of one layer.
+    A policy that selects pages by all query heads of a KV head gathers the queries of generated
+    tokens. A policy that keeps tokens by them gathers the queries of prompts, too. One of the two
+    programs has no prompts. TOVA all-reduces its weights."""
     times = {lserve.Options: [1, 1], diffkv.Options: [1, 2]}.get(case.policy.options, [0, 0])
     programs = served[case.name]["4"]["collectives"]
     assert sorted(counts.get("all-gather", 0) for counts in programs) == times

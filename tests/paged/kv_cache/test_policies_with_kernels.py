@@ -14,8 +14,8 @@ from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 from tests.paged.tiny import TINY
 
 MODEL = replace(TINY, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64)
-# A layer without streaming heads, whose dense heads select nothing; then one with its first, and
-# one with its second head streaming.
+# Layer 0 has no streaming heads, and its dense heads select nothing. In layer 1 the second head
+# streams, in layer 2 the first.
 OPTIONS = {
     "budget": 48, "logical_page": 4, "sink": 16, "local": 16, "dense_layers": 1,
     "gates": ((0.9, 0.9), (0.9, 0.1), (0.1, 0.9)), "streaming_share": 1 / 3,
@@ -24,10 +24,10 @@ LENGTHS, PROMPTS = (90, 60), [70, 50]
 
 
 class KernelDriver(Driver):
-    """`run_kernels` makes its later steps run as kernels, an op and a layer at a time: inside one
-    program the threads of kernels that are interpreted may wait for each other for ever."""
+    """After `run_kernels`, steps run the kernels, one op and one layer at a time. Inside of one
+    program, the threads of interpreted kernels may wait for each other for ever."""
 
-    dtype = "float32"  # of what is given to kernels
+    dtype = "float32"  # of the kernels' inputs
 
     def run_kernels(self) -> None:
         policy, sharded = POLICIES[self.config.policy], ShardedModel.split(self._model)
@@ -47,7 +47,7 @@ class KernelDriver(Driver):
 
 @pytest.mark.slow
 def test_lserves_attention_of_kernels_is_that_of_xla():
-    """A chunk, and a token that reads selected pages, in layers of each kind."""
+    """A chunk and a decode that reads selected pages, in layers of each kind."""
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=128, max_prefills_per_step=2, max_model_len=96,
         page_size=16, kv_cache_tokens=640, kv_dtype="float16", policy="lserve",
@@ -66,7 +66,7 @@ def test_lserves_attention_of_kernels_is_that_of_xla():
 
 @pytest.mark.sweep
 def test_diffkvs_attention_of_kernels_is_that_of_xla():
-    """Prompts, whose scores decide what is kept of them, and tokens that demote others."""
+    """Prompts, whose scores decide which tokens are kept, and decodes that demote tokens."""
     model = replace(MODEL, num_layers=1)
     options = {"alpha_h": 1.0, "alpha_l": 0.3, "low": "K4V4", "window": 8}
     config = EngineConfig(

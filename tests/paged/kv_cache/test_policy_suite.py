@@ -1,7 +1,7 @@
-"""What every KV-cache policy must keep up, whatever it does with its pages.
+"""Tests that every KV-cache policy must pass, whatever it does with its pages.
 
-Each request must get the tokens that it gets alone in a fresh engine, and these must be the tokens
-of the policy's oracle, where it has one.
+Each request must get the tokens that it gets alone in a fresh engine. If the policy has an oracle,
+these must be the oracle's tokens.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def policies():
 
 
 def add(engine: Engine, requests) -> dict[str, Request]:
-    """Those that suit the engine, by id."""
+    """Add the requests that suit the engine. Return them by id."""
     return {
         engine.add_request(list(request.prompt), request.how): request
         for request in requests
@@ -193,7 +193,7 @@ def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, m
 
 @by_policy
 def test_known_output_goes_on_as_it_would_have(bench, case):
-    """A request may move at any token of its output, to an engine that serves others."""
+    """A request may move, at any token of its output, to an engine that serves other requests."""
     if not case.capabilities.recompute:
         pytest.skip("it cannot recompute")
     moved = [r for r in CATALOGUE if r.how.max_tokens >= 9 and not r.how.is_beam_search]
@@ -209,9 +209,9 @@ def test_known_output_goes_on_as_it_would_have(bench, case):
 
 @by_policy
 def test_slots_are_reused(bench, case):
-    """Each finds nothing of its predecessors, whether these ended or were aborted."""
+    """A sequence reads nothing of its slot's former owners, whether they ended or were aborted."""
     for request in SINGLE:
-        bench.alone(case, request)  # not in between: the executor would be reset
+        bench.alone(case, request)  # in advance, because `alone` resets the executor
     engine = bench.engine(case)
     for turn in range(3):
         asked = add(engine, SINGLE[turn::3])
@@ -232,7 +232,7 @@ def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
     if can.fork == "no" or not can.swap:
         pytest.skip("it forks no beams, or swaps nothing")
     engine = bench.engine(case, multi_step=1, preemption_mode="swap")
-    # The search is admitted into what the older ones leave, and has no block for its second beam.
+    # The search is admitted into the last free blocks, and none is left for its second beam.
     older = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
     search = SamplingParams(max_tokens=24, beam_width=2, n=2, ignore_eos=True, seed=0)
     lengths = ((9, older), (10, older), (27, search))
@@ -269,7 +269,7 @@ def test_where_there_is_no_room_to_swap_to_a_policy_recomputes(bench):
 
 @by_policy
 def test_a_parent_that_ends_with_its_first_token(bench, case):
-    """Its children go on from what it has computed."""
+    """Its children go on from the tokens that it has computed."""
     prompt = tuple(range(30, 47))
     how = SamplingParams(n=3, temperature=2.0, max_tokens=12, seed=3, ignore_eos=True)
     whole = bench.alone(case, Request(prompt, how))
@@ -286,7 +286,7 @@ def test_a_parent_that_ends_with_its_first_token(bench, case):
 
 
 class Failing:
-    """Raises in the chosen call of an executor's method, once."""
+    """A method of an executor that raises once, in the chosen call."""
 
     def __init__(self, method, calls: int):
         self._method, self._calls = method, calls
@@ -333,7 +333,7 @@ def test_an_interrupt_and_then_all_slots_again(bench, case, point):
 @by_policy
 @pytest.mark.parametrize("multi_step", swept([4, 1], 1))
 def test_a_log_is_replayed(bench, case, multi_step, tmp_path):
-    """What the device has reported comes from the log."""
+    """The replay takes the reports of the device from the log."""
     engine = bench.engine(case, multi_step=multi_step)
     names = list(add(engine, CROWD))
     for _ in range(9):

@@ -19,7 +19,7 @@ from tests.paged.kv_cache.policy_suite import (
 )
 from tests.paged.tiny import TINY
 
-# With no memory set aside for checkpoints the programs are those of an engine without prefixes.
+# Without memory for checkpoints, the programs are those of an engine without prefix caching.
 LSERVE = dataclasses.replace(LSERVE_OPTIONS, checkpoints=0)
 QUEST = lserve.Options(budget=12, logical_page=2, select_per="query_head", reuse=1, local=4)
 OF_SUITE = {case.name: case for case in CASES}
@@ -58,7 +58,7 @@ HOWS = [
     SamplingParams(max_tokens=20, ignore_eos=True, temperature=2.0, seed=3, n=2),
     SamplingParams(max_tokens=7, ignore_eos=True, seed=0, beam_width=2, n=2),
 ]  # fmt: skip
-# Some part within the trunk, others at its end or after it.
+# Some prompts part within the trunk, others at its end.
 CROWD = [
     Request((*TRUNK[: 22 - 4 * (i % 3)], *range(8 + 6 * i, 13 + 6 * i - i % 4)), how)
     for i, how in enumerate(HOWS * 2)
@@ -66,7 +66,7 @@ CROWD = [
 
 
 def goes_on(bench: Bench, case: Case) -> list[Request]:
-    """The crowd, and prompts that go on from an output."""
+    """The crowd, and prompts that go on from an output of the crowd."""
     alone = {request: bench.alone(case, request) for request in CROWD}
     later = [
         Request((*request.prompt, *alone[request][0][:11], 7), GREEDY) for request in CROWD[:2]
@@ -91,7 +91,7 @@ def cached(engine: Engine) -> list[int]:
 @by_policy
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_shared_prefixes_change_no_tokens(bench, case, mode):
-    """Of requests in company, preempted, in a cache that they fill, one wave after the other."""
+    """Three waves of requests fill the cache, so that requests are preempted."""
     every = goes_on(bench, case)
     engine = bench.engine(case, prefix_caching=True, preemption_mode=mode, multi_step=1)
     for _ in range(3):
@@ -104,21 +104,22 @@ def test_shared_prefixes_change_no_tokens(bench, case, mode):
 
 @by_policy
 def test_a_request_alone_finds_all_that_was_left(bench, case):
-    """Whole pages of the prompt but for its last token, and where two prompts have parted."""
+    """A repeated prompt hits its whole pages, without its last token. Other prompts hit pages up to
+    the place where they part from an earlier prompt."""
     first, second, third = CROWD[0], Request((*TRUNK, 5, 6), GREEDY), Request((*TRUNK, 8), GREEDY)
     expected = [bench.alone(case, request) for request in (first, second, third)]
     engine = bench.engine(case, prefix_caching=True)
     for request, tokens in zip((first, first, second, third), (expected[0], *expected)):
         assert serve(engine, [request])[request] == tokens
     whole = (len(first.prompt) - 1) // 4 * 4
-    # The second leaves a checkpoint where it parts from the first, which left none there.
+    # If heads stream, the first prompt leaves no checkpoint at 20 tokens, but the second does.
     parts = 20 if case.name in ("vllm", "quest") else 0
     assert cached(engine) == [0, whole, parts, 20]
 
 
 @by_policy
 def test_a_pinned_prefix_changes_no_tokens(bench, case):
-    """It ends within a page, which each request that goes on from it copies."""
+    """The prefix ends within a page. Each request that goes on from the prefix copies that page."""
     request = Request((*TRUNK, 9, 10, 11), GREEDY)
     expected, crowd = bench.alone(case, request), goes_on(bench, case)[:3]
     engine = bench.engine(case, prefix_caching=True)

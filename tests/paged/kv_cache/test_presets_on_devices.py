@@ -2,8 +2,8 @@
 models with 1, 2 and 4 KV heads.
 
 A process fixes its number of devices once. So this file also runs as a program, in a process with
-eight, which prints the differences that the tests check. The sweeps cover all cases, the other
-tests a few.
+eight devices, and prints the differences that the tests check. The sweeps cover all cases, the
+other tests two of them.
 """
 
 import json
@@ -17,15 +17,15 @@ from tests.paged.devices import printed_with_devices
 from tests.paged.kv_cache.attention_driver import Driver, random_qkv
 
 LENGTHS, PROMPTS = (58, 46), [41, 30]
-# Prompts beside each other, then tokens one by one; DiffKV takes prompts whole.
+# Both prompts in one step, because DiffKV's presets need whole prompts; then decode steps.
 STEPS = [[(0, 41), (1, 30)]] + [[(0, 1), (1, 1)]] * 16 + [[(0, 1)]]
-# Shards share a KV head: pages are selected, and tokens kept, by scores or by sums of scores.
-SOME = [("lserve", 1, 4), ("diffkv_streaming", 4, 2)]
+# Four shards share the one KV head under lserve; under diffkv_streaming, two share each of two.
+SOME = [("lserve", 1, 4), ("diffkv_streaming", 2, 4)]
 ALL = [(name, K, size) for name in PRESETS for K in (1, 2, 4) for size in (2, 4, 8)]
 
 
 def attention(name: str, num_kv_heads: int, size: int) -> list[np.ndarray]:
-    """[L, n, H, D] of each sequence."""
+    """The attention [L, n, H, D] of each sequence."""
     model = model_of(num_kv_heads)
     config = PRESETS[name].engine_config(
         model, tensor_parallel=size, max_num_seqs=2, max_num_batched_tokens=80
@@ -34,7 +34,7 @@ def attention(name: str, num_kv_heads: int, size: int) -> list[np.ndarray]:
 
 
 def differences(cases) -> dict[str, float]:
-    """The largest, of each case, from one device."""
+    """The largest difference of each case from one device."""
     alone: dict[tuple[str, int], list[np.ndarray]] = {}
     found = {}
     for name, K, size in cases:
@@ -46,13 +46,13 @@ def differences(cases) -> dict[str, float]:
     return found
 
 
-# Another process, which compiles each case.
+# Slow: another process compiles each case.
 @pytest.mark.parametrize(
     "which",
     [pytest.param("some", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.sweep)],
 )
 def test_attention_is_that_of_one_device(which):
-    """A shard that selected or kept anything else would differ by far more."""
+    """A shard that selected other pages, or kept other tokens, would differ by far more."""
     found = printed_with_devices("tests.paged.kv_cache.test_presets_on_devices", 8, which)
     assert len(found) == len({"some": SOME, "all": ALL}[which])
     assert max(found.values()) < 1e-4, found

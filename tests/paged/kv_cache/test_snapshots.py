@@ -1,4 +1,4 @@
-"""What an executor shows of its cache: LServe's selections, beside eq. 2 computed from all keys."""
+"""Snapshots of an executor's cache: LServe's selected pages, against eq. 2 over all keys."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from tests.paged.tiny import TINY
 
 
 def first_layer(params, tokens):
-    """Queries [T, H, D] and keys [T, K, D] of layer 0, which no attention comes before."""
+    """Queries [T, H, D] and keys [T, K, D] of layer 0, which depend on no attention."""
     T, H, K, D = len(tokens), TINY.num_heads, TINY.num_kv_heads, TINY.head_dim
 
     def attend(layer, q, k, v, kept):

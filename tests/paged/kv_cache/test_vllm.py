@@ -38,7 +38,7 @@ def test_keys_and_values_are_kept_in_kv_dtype(tiny_params, full_logits, kv_dtype
 
 
 def test_a_shard_with_more_places_than_an_int32_names_is_refused():
-    """Of two KV heads each of four shards has one: half of the places, not a quarter."""
+    """Each of four shards has one of two KV heads: half of the places, not a quarter."""
     config = EngineConfig(kv_cache_tokens=1_500_000_000, page_size=1024, tensor_parallel=4)
     with pytest.raises(ValueError, match="2 layers and 1 KV heads exceed the places"):
         vllm.check(config, TINY)

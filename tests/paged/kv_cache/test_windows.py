@@ -1,4 +1,4 @@
-"""Scale, soft cap and windows of a model's layers, under the policies that take them."""
+"""Scale, soft cap and windows of a model's layers, under the policies that support them."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ LENGTHS, PROMPTS = (44, 30), (29, 18)
 
 
 def attention(q, k, v, prompt: int, streams: bool, window: int | None) -> np.ndarray:
-    """Of one head's queries [n, D], keys and values, in float64. Generated tokens of a head that
-    streams see 3 first and 7 last tokens of what the window leaves."""
+    """Attention [n, D] of one head in float64. In a streaming head, generated tokens see the first
+    3 and the last 7 tokens, except tokens outside of the window."""
     at = np.arange(len(q))
     seen = at <= at[:, None]
     if window is not None:

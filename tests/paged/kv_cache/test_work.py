@@ -1,5 +1,5 @@
-"""The layouts' work of attention, against a count token by token, and against the reads that
-LServe's device half plans."""
+"""Work of attention by the layouts' formulas, against token-by-token counts and against the reads
+that LServe's device half plans."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_the_dense_policy_reads_each_visible_token_once(rows, window):
 
 
 def test_long_contexts_are_counted_in_64_bits():
-    """A step's arrays have 32."""
+    """The arrays of a step have 32 bits, which the count would overflow."""
     long = np.array([2**18], np.int32)
     flops = layout("vllm").work(long, long)["prefill"].flops
     assert flops == 4 * H * D * 2**17 * (2**18 + 1)
@@ -128,7 +128,7 @@ def test_lserve_reads_what_its_device_half_plans_to_read(rows):
 @given(ROWS, st.sampled_from([1, 30, 100, 400]))
 @settings(max_examples=15, deadline=None)
 def test_lserve_reads_what_windows_leave(rows, window):
-    """Of three layers the second has none, and selects."""
+    """The second of three layers has no window, and selects pages."""
     lay = layout(
         "lserve", MODEL.replace(sliding_window=window, full_layers=(1,)),
         budget=128, sink=32, local=48, reuse=4, gates=GATES,
@@ -144,7 +144,7 @@ def test_lserve_reads_what_windows_leave(rows, window):
             tokens = {t for t in tokens if t < sink or t >= near}
         elif decode and layer == 1 and position // 16 >= lay.all_below:
             selected = (lay.selected - 1) * 16 + position % 16 + 1
-            tokens = set(range(position + 1 - selected, position + 1))  # as many as are selected
+            tokens = set(range(position + 1 - selected, position + 1))  # as many as selected
         return tokens
 
     read, pairs = {True: 0, False: 0}, {True: 0, False: 0}
@@ -181,10 +181,10 @@ def test_diffkv_attends_to_what_windows_leave_and_reads_all_that_it_holds(rows, 
 
 def test_lserve_selects_every_few_steps_and_quest_spares_its_first_layers():
     lay = layout("lserve", budget=128, reuse=4)
-    at = np.arange(600, 608)[:, None]  # tokens: positions 599 …
+    at = np.arange(600, 608)[:, None]  # contexts; the first query has position 599
     selection = lay.work(at, np.ones_like(at))["selection"]
     assert np.flatnonzero(selection.bytes).tolist() == [1, 5]
-    logical = -(-601 // 16)  # pages of 16 tokens with 1 of 16 tokens' extremes
+    logical = -(-601 // 16)  # each page has one logical page of 16 tokens
     assert selection.bytes[1] == logical * K * 2 * D * 2
     assert selection.flops[1] == 4 * D * K * logical
     quest = layout("lserve", budget=128, reuse=4, dense_layers=2, select_per="query_head")
@@ -213,10 +213,11 @@ def test_diffkv_reads_what_it_holds():
 
 
 def test_over_diffkvs_pages_heads_stream_and_pages_are_selected():
-    """A third of the heads keep up to 80 tokens, and each head reads 4 of its pages, on average."""
+    """A third of the heads stream and keep at most 80 tokens. With `read_pages`, a head reads 4
+    pages. The work counts the mean over heads."""
     chosen: dict[str, Any] = {"gates": GATES, "streaming_share": 1 / 3, "sink": 32, "local": 48}
     contexts, new = np.array([240, 40]), np.array([1, 1])
-    mean = (2 * 240 + 80) / 3  # the other sequence keeps all
+    mean = (2 * 240 + 80) / 3  # the sequence of 40 tokens keeps all
     streaming = layout("diffkv", **chosen).work(contexts, new)
     high = layout("diffkv").formats[0].token_bytes
     of_queries = 2 * 2 * 2 * H * D

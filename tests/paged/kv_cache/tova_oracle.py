@@ -1,4 +1,4 @@
-"""TOVA over one whole sequence: a mask of the tokens that each KV head holds, token by token."""
+"""TOVA over one whole sequence, token by token. A mask has the tokens that each KV head holds."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from models.config import ModelConfig
 
 
 def tova_attend(model: ModelConfig, budget: int, prompt_length):
-    """An `attend` in which generated tokens see what TOVA has kept."""
+    """An `attend` in which generated tokens see the tokens that TOVA has kept."""
     K, D = model.num_kv_heads, model.head_dim
 
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):

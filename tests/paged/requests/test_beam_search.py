@@ -16,7 +16,10 @@ NO_OUTPUT = np.zeros(0, np.int32)
 
 
 def _search(beams: BeamSearch, next_tokens) -> list[int]:
-    """Runs to the end. next_tokens(outputs) -> top_tokens, top; gives the live beams by step."""
+    """Run the search to its end; return the number of live beams in each step.
+
+    next_tokens: outputs → top_tokens, top.
+    """
     outputs, live = [NO_OUTPUT], []
     while outputs:
         live.append(len(outputs))
@@ -32,7 +35,7 @@ def test_outputs_and_scores_are_those_of_transformers(case):
     def next_tokens(outputs):
         rows = []
         for output in outputs:
-            tokens = np.zeros(64, np.int32)  # of one length, to compile once
+            tokens = np.zeros(64, np.int32)  # one length for all, to compile once
             known = [*case.prompt, *output]
             tokens[: len(known)] = known
             rows.append(np.asarray(run(config, params, tokens)[0])[len(known) - 1])
@@ -54,13 +57,13 @@ def test_outputs_and_scores_are_those_of_transformers(case):
 
 
 def _chain(seed: int, V: int) -> np.ndarray:
-    """Log-probabilities [V, V] float32 of a token after each token; 0 is also before the first."""
+    """Log-probabilities [V, V] float32 of the next token, by token; row 0 is also for the first."""
     logits = 2 * np.random.default_rng(seed).normal(size=(V, V))
     return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
 
 
 def _best_of(chain: np.ndarray, A: int):
-    """next_tokens of a chain; beyond its V tokens there are some that cannot follow."""
+    """`next_tokens` of a chain: A candidates, those beyond its V tokens with probability 0."""
 
     def next_tokens(outputs):
         logp = chain[[output[-1] if len(output) else 0 for output in outputs]]

@@ -1,4 +1,4 @@
-"""A request goes on in another engine from what it has got in a first one."""
+"""A request continues in a second engine from its output in a first engine."""
 
 from dataclasses import replace
 from typing import Any
@@ -49,7 +49,7 @@ def outputs(engine: Engine, prompt, how: SamplingParams, known=None) -> list[Req
     changes=st.sampled_from([{}, {"multi_step": 3}, {"prefix_caching": True}, {"page_size": 1}]),
 )
 def test_it_ends_as_in_one_engine(n, more, logprobs, eos_rate, cut, changes):
-    """Tokens, ends, log-probabilities and the ranking of samples, wherever it is cut."""
+    """Tokens, ends, log-probabilities and sample order are equal, wherever the output is cut."""
     how = replace(SAMPLED, n=n, best_of=n + more, logprobs=logprobs, stop_token_ids=(11,))
     *growing, whole = outputs(engine_of(eos_rate=eos_rate), PROMPT, how)
     if not growing:

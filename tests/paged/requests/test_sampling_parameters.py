@@ -10,7 +10,7 @@ from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import SMALL, TINY, padded, simulated
 
-# Ways to run that must not change what a request gets.
+# Configurations that must not change a request's output.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "multi-step": {"multi_step": 4},
@@ -49,7 +49,7 @@ HOW = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_penalties_and_bias_equal_full_recomputation(tiny_params, full_logits, way):
-    """Greedy, so that every token can be checked: it is the best of the changed logits."""
+    """The requests are greedy, so each token must have the highest of the changed logits."""
     engine = _engine(tiny_params, **WAYS[way])
     for prompt, how, output in zip(
         _prompts(5), HOW, engine.generate(_prompts(5), HOW), strict=True
@@ -132,7 +132,7 @@ def test_warming_up_beside_a_request_changes_none_of_its_tokens(tiny_params):
 
 @pytest.mark.parametrize("way", ["plain", "multi-step", "preempting"])
 def test_every_output_has_as_many_log_probabilities_as_tokens(tiny_params, way):
-    """Aborted, ended in error, preempted or streaming: at each point of time."""
+    """Requests are aborted, end in error, are preempted and stream; all outputs are checked."""
     poisoned = tiny_params | {"embed": tiny_params["embed"].at[60].set(np.nan)}
     engine = _engine(poisoned, **WAYS[way])
     how = SamplingParams(max_tokens=40, temperature=1.5, seed=1, logprobs=1, ignore_eos=True)
@@ -148,7 +148,7 @@ def test_every_output_has_as_many_log_probabilities_as_tokens(tiny_params, way):
             break
     ended = {o.request_id: o for o in outputs if o.finished}
     assert ended.keys() == set("012345")
-    # Token 60 is drawn sooner or later, and its successor cannot be computed.
+    # Token 60 is drawn sooner or later; its embedding is NaN, so the next step ends in error.
     assert {o.finish_reason for o in ended.values()} > {"abort", "error"}
     for output in outputs:
         assert output.logprobs is not None
@@ -156,7 +156,7 @@ def test_every_output_has_as_many_log_probabilities_as_tokens(tiny_params, way):
 
 
 def test_many_steps_in_one_dispatch():
-    """Fewer dispatches for the same tokens, none beyond a request's limit."""
+    """The same tokens take fewer dispatches, and no token beyond a request's limit is computed."""
     counts = {}
     for multi_step in (1, 8):
         engine = simulated(dataclasses.replace(SMALL, multi_step=multi_step, run_ahead=False))

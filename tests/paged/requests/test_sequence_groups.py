@@ -1,4 +1,4 @@
-"""Parallel sampling and beam search through the engine: same outputs however a group is run."""
+"""Parallel sampling and beam search through the engine, under several configurations."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from tests.models.goldens import BeamCase, beam_cases, golden
 from tests.paged.tiny import SMALL, TINY, padded, simulated
 from tests.sweeps import slow, swept
 
-# Room for the widest search alone, not for its company as well.
+# Memory for the widest search alone, but not for other requests in the same batch as well.
 BEAMS = EngineConfig(
     max_num_seqs=8, max_num_batched_tokens=32, max_prefills_per_step=4, max_model_len=64,
     page_size=4, kv_cache_tokens=300, watermark=0.0,
@@ -59,7 +59,7 @@ CHECKPOINTS = swept(["llama_gqa_tied", "llama_mha", "gpt2", "opt"], 1)  # each c
 @pytest.mark.parametrize("preemption_mode", ["none", "swap", "recompute"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_beams_are_those_of_transformers(checkpoint, preemption_mode):
-    """Alone, and as the latest arrivals in company that takes their memory away."""
+    """The search runs alone, or arrives after other requests that take its memory away."""
     preemptions = swaps = 0
     for case in (case for case in beam_cases() if case.checkpoint == checkpoint):
         alone = preemption_mode == "none"
@@ -129,21 +129,21 @@ def test_the_best_of_many_samples_are_returned_best_first(tiny_params):
 
 
 def test_a_prompt_is_computed_and_stored_once_for_all_samples():
-    """Fig. 8: full blocks stay shared; the last one is copied by all writers but one."""
+    """Full blocks stay shared, and all samples but one copy the last block (vLLM Fig. 8)."""
     engine = simulated(SAMPLES)
     how = SamplingParams(max_tokens=3, temperature=1, seed=0, n=3)
     engine.generate([[5] * 10], how)
     steps = engine.metrics.steps
     assert [s.prefill_tokens for s in steps if s.prefill_tokens] == [10]
     assert [s.copied_blocks for s in steps] == [0, 2, 0]
-    # Three blocks of the prompt, then two of them and three tails; ten blocks fewer at most.
+    # Three blocks of the prompt, then two of them and three copies of the last one.
     used = [SAMPLES.kv_cache_tokens - s.kv_free for s in steps]
     assert used == [12, 20, 20]
     assert [s.kv_shared for s in steps] == [24, 16, 16]
 
 
 def test_equal_samples_that_fill_a_step_are_recomputed_unchunked():
-    """The prompt and its output take the whole step: their forks come in the next one."""
+    """The recomputed prompt and output take a whole step, so the forks run in the next step."""
     config = EngineConfig(
         max_num_seqs=13, max_num_batched_tokens=64, max_model_len=64, chunked_prefill=False,
         page_size=4, kv_cache_tokens=768, watermark=0.0, preemption_mode="recompute",

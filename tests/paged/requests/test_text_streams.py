@@ -1,4 +1,4 @@
-"""Text as its tokens come, beside decoding all of them anew after each one."""
+"""The text of a stream of tokens, against decoding all tokens again after each token."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,12 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 @dataclass(frozen=True)
 class Case:
-    """A tokenizer, the tokens to draw from, and the byte that a token stands for by itself."""
+    """A tokenizer under test.
+
+    tokens: ids to draw from.
+    special: ids of special tokens.
+    byte_of: the byte of each token that stands for one byte.
+    """
 
     tokenizer: PreTrainedTokenizerFast
     tokens: list[int]
@@ -41,7 +46,7 @@ def _finish(tokenizer, pieces, byte_of=None) -> Case:
 
 
 def _byte_level() -> Case:
-    """Pieces that begin or end within a character, as merges of bytes give them."""
+    """Pieces may begin or end within a character, as merges of bytes can."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letter = {byte: chr(byte) for byte in printable}
@@ -58,7 +63,7 @@ def _byte_level() -> Case:
 
 
 def _byte_fallback() -> Case:
-    """As Llama 2's: what is no piece is spelt in bytes, and the text loses its first space."""
+    """As in Llama 2, text without a piece is spelt in bytes, and decoding drops the first space."""
     drawn = [0x20, 0x41, 0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x96, 0x81, 0xEF, 0xBF, 0xBD]
     drawn.append(0xFF)
     pieces = ["▁", "a", "▁a", "\ufffd", "b"]
@@ -110,7 +115,7 @@ STOPS = ["a", " a", "aa", "b", "é", "\ufffd", "a\ufffd", "😀", "A", " ", "\uf
 
 @st.composite
 def sequences(draw, case: Case):
-    """Tokens with some repeated often: longer than whatever a stream keeps of them."""
+    """Sequences of tokens, some with repeats longer than the window that a stream keeps."""
     parts = st.tuples(
         st.lists(st.sampled_from(case.tokens), min_size=1, max_size=6), st.sampled_from([1, 1, 8])
     )
@@ -120,14 +125,14 @@ def sequences(draw, case: Case):
 
 
 def _row(case: Case, tokens) -> bytes:
-    """The byte tokens at the end; special ones among them are not there for a decoder."""
+    """The bytes of the byte tokens at the end, without special tokens, which a decoder skips."""
     visible = [t for t in reversed(tokens) if t not in case.special]
     row = itertools.takewhile(case.byte_of.__contains__, visible)
     return bytes(case.byte_of[token] for token in row)[::-1]
 
 
 def _shown(case: Case, tokens: list[int]) -> str:
-    """What `TextStream.text` promises, from `decode` alone."""
+    """The specified value of `TextStream.text`, from `decode` alone."""
     visible = [t for t in tokens if t not in case.special]
     try:
         _row(case, tokens).decode()
@@ -146,7 +151,7 @@ def test_each_text_is_that_of_the_tokens_so_far(case, data):
     for i, token in enumerate(tokens):
         stream.push(token)
         assert stream.text == _shown(case, tokens[: i + 1])
-        # It only grows, but for a byte that takes back the characters of its row.
+        # The text only grows, except that a bad byte replaces the characters of its row.
         if not stream.text.startswith(before):
             row = _row(case, tokens[: i + 1]) or _row(case, tokens[:i])
             assert "\ufffd" in row.decode(errors="replace")
@@ -176,7 +181,7 @@ def test_a_stop_string_is_found_with_the_first_token_whose_text_holds_it(case, d
 
 @each_tokenizer
 def test_a_token_costs_the_same_however_long_the_text(case, monkeypatch):
-    """A text of one token, special ones too, and a text of all in turn."""
+    """Each text repeats one token, which may be special; the last text repeats all in turn."""
     lengths = []
 
     def noted(tokens, **kwargs):
@@ -213,7 +218,7 @@ def test_texts_that_end_in_half_a_character(name, pieces, stop, text):
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])
 def test_the_last_text_of_a_stream_is_that_of_its_tokens(name):
-    """Random tokens, of which few are UTF-8, through an engine."""
+    """An engine generates random tokens, which seldom form valid UTF-8."""
     case = CASES[name]
     size = len(case.tokenizer)
     model = TINY.replace(vocab_size=size, eos_token_ids=(case.tokenizer.eos_token_id,))
@@ -238,7 +243,7 @@ TOKENIZER = CASES["bundled"].tokenizer
 
 
 def bundled_text() -> Engine:
-    """A simulated engine with the bundled tokenizer, whose tokens are none of them special."""
+    """A simulated engine with the bundled tokenizer, which generates no special token."""
     model = TINY.replace(vocab_size=len(TOKENIZER), eos_token_ids=())
     limits = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
     executor = SimulatedExecutor(vocab_size=len(TOKENIZER), first_token=4)
@@ -246,7 +251,7 @@ def bundled_text() -> Engine:
 
 
 def test_a_stop_string_ends_its_request_and_no_other():
-    """The same tokens with and without: the text is cut before the stop string."""
+    """The stop string changes no token before it, and the text ends before it."""
     plain = SamplingParams(max_tokens=60, seed=1)
     free = bundled_text().generate(["abc"], plain)[0]
     stop = free.text[20:23]

@@ -1,4 +1,4 @@
-"""How many tokens of a prompt a step takes, with the forks that come with the last of them."""
+"""The number of prompt tokens that a step takes; forks come with the last token."""
 
 import pytest
 
@@ -17,11 +17,11 @@ def room(chunked: bool, budget: int) -> PrefillRoom:
     ("chunked", "budget", "left", "forks", "rows"),
     [
         (True, 20, 18, 2, [(5, 18)]),
-        (True, 20, 19, 2, [(5, 18)]),  # its last token waits for its forks
+        (True, 20, 19, 2, [(5, 18)]),  # the last token waits for room for its forks
         (True, 20, 30, 2, [(5, 20)]),
         (False, 20, 18, 2, [(5, 18)]),
-        (False, 20, 19, 2, []),  # others take the room: a prompt that goes whole waits as a whole
-        (False, 32, 31, 2, [(5, 30)]),  # no step would ever have room
+        (False, 20, 19, 2, []),  # no room beside other rows: an unchunked prompt waits whole
+        (False, 32, 31, 2, [(5, 30)]),  # no step has room for prompt and forks
         (False, 20, 30, 0, []),
     ],
 )
@@ -41,7 +41,7 @@ def test_what_goes_whole_waits_whole(chunked, budget, left, forks, rows):
         (15, 20, 30, 0, []),  # a tile is never cut
         (15, 36, 14, 0, [(5, 14)]),
         (3, 0, 50, 0, []),
-        (4, 0, 50, 0, [(5, 4)]),  # the first tile is what the others leave
+        (4, 0, 50, 0, [(5, 4)]),  # the first tile is what remains beside whole tiles
         (20, 0, 39, 0, [(5, 20)]),  # too short for tiles
     ],
 )

@@ -1,4 +1,4 @@
-"""What holds of a running sequence's lengths, and that `Slots.check` sees when it does not."""
+"""Invariants of a running sequence's lengths, and the violations that `Slots.check` detects."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,12 @@ def _group(prompt: int, how: SamplingParams) -> SequenceGroup:
 
 
 def _slots() -> Slots:
-    """One sequence in the middle of its prompt, in slot 0; one that generates, with two tokens in
-    flight, in slot 1; and two with one prompt, in slots 2 and 3, of which the first computes it."""
+    """Slots of four sequences.
+
+    Slot 0: a sequence in the middle of its prompt.
+    Slot 1: a sequence that generates, with two tokens in flight.
+    Slots 2 and 3: two sequences with one prompt, which the sequence in slot 2 computes.
+    """
     slots = Slots(8, 32)
     two = _group(6, SamplingParams(max_tokens=5, n=2, temperature=1.0))
     share_prefixes(two.sequences, 4)

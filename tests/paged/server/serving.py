@@ -39,8 +39,12 @@ KEY = "secret"
 
 
 class Paced(SimulatedExecutor):
-    """Steps take `step_s` seconds of real time, and wait while `go` is not set. The next step
-    raises `failure`, once."""
+    """A simulated executor whose steps a test can slow down, hold up and fail.
+
+    step_s: real seconds that each step sleeps.
+    go: while it is not set, each step waits, 60 s at most.
+    failure: an exception that the next step raises, once.
+    """
 
     def __init__(self, vocab_size: int, step_s: float = 0.0, first_token: int = 4):
         super().__init__(vocab_size=vocab_size, first_token=first_token)
@@ -71,7 +75,7 @@ def scripted(
     config: EngineConfig = CONFIG,
     tokenizer=TOKENIZER,
 ) -> Engine:
-    """An engine that generates these tokens over and over after prompts of one length."""
+    """An engine that repeats `tokens` after each prompt of `num_prompt_tokens` tokens."""
     engine, executor = simulated(config, tokenizer)
     script = np.array(tokens, np.int32)
     made_up = lambda seed, position: script[(position - num_prompt_tokens) % len(script)]  # noqa: E731
@@ -91,7 +95,8 @@ class Served:
 
     @property
     def client(self) -> Any:
-        """The official client, which tries nothing again. Its types know no options in dicts."""
+        """OpenAI's client, without retries. Its type is Any, as its own types reject options in
+        dicts."""
         if self._client is None:
             self._client = openai.OpenAI(
                 base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60
@@ -101,7 +106,7 @@ class Served:
 
     @property
     def http(self) -> httpx2.Client:
-        """A client of no API. Each new one would take as long as many requests."""
+        """A plain HTTP client, shared because creating one takes as long as many requests."""
         if self._http is None:
             self._http = httpx2.Client(timeout=120)
             self.clients.append(self._http)
@@ -113,7 +118,7 @@ class Served:
         return self.service.client
 
     def allocated(self) -> dict[str, int]:
-        """What the engine and the server still hold for requests."""
+        """Counts of everything that the engine and the server still hold for requests."""
 
         def count(engine: Engine) -> dict[str, int]:
             engine.host_policy.check()
@@ -130,7 +135,7 @@ class Served:
         return told | {"replies": len(self.engine_client._replies), "pending": self.service.pending}
 
     def wait_until_idle(self, within_s: float = 20.0) -> dict[str, int]:
-        """What is left once nothing changes any more: all of it should be 0."""
+        """Wait until all counts of `allocated` are 0, `within_s` seconds at most; return them."""
         deadline_s = time.monotonic() + within_s
         while any((left := self.allocated()).values()) and time.monotonic() < deadline_s:
             time.sleep(0.02)

@@ -1,5 +1,4 @@
-"""What is wrong with a request is told in OpenAI's shape, with the field's name; nobody else
-notices."""
+"""Bad requests get an error in OpenAI's format with the field's name, and disturb no others."""
 
 import json
 import threading
@@ -19,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
 CHAT = {"model": "bundled", "messages": MESSAGES, "max_tokens": 2}
 BIASES = {str(token): 1 for token in range(301)}
 
-# (field that the answer names, what is otherwise than in a good request)
+# (field that the error names, changes of a good request)
 BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("prompt", {"prompt": None}),
     ("prompt", {"prompt": []}),
@@ -82,7 +81,7 @@ BAD_COMPLETIONS: list[tuple[str | None, dict[str, Any]]] = [
     ("stream_options", {"stream_options": {"include_usage": True}}),
     ("stream_options", {"stream": True, "stream_options": {"include_all": True}}),
     ("grammar", {"grammar": "a*"}),
-    # Each token would be compared with all of them.
+    # Each token would be compared with all entries.
     ("stop", {"stop": ["a"] * 65}),
     ("stop", {"stop": "a" * 1025}),
     ("stop_token_ids", {"stop_token_ids": [4] * 1025}),
@@ -109,7 +108,7 @@ BAD_CHATS: list[tuple[str | None, dict[str, Any]]] = [
     ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": -3}),
     ("max_tokens", {"max_tokens": 0}),
 ]  # fmt: skip
-# Fails as the request's variables say.
+# This template fails in the way that the request's variables choose.
 FAILING = (
     TEMPLATE + "{{ deep | default(0) | tojson }}{{ 1 // (divisor | default(1)) }}"
     "{{ 'a' * (times | default(0)) }}{% for i in range(count | default(0)) %}{% endfor %}"
@@ -132,7 +131,8 @@ def server():
 
 @pytest.fixture(scope="module", autouse=True)
 def another(server: Served):
-    """A request beside all of these gets the tokens that it gets alone."""
+    """A client that repeats one request during these tests always gets the text of that request
+    alone."""
     how = {"prompt": "a bystander", "max_tokens": 400, "seed": 3, "temperature": 0.7}
     answers: list[str] = []
     ended = threading.Event()
@@ -221,7 +221,7 @@ def test_adapters_are_loaded_only_where_that_is_allowed(server: Served):
     ],
 )
 def test_a_body_that_is_wrong_everywhere_is_told_of_the_first(server: Served, field, wrong):
-    """A body of 8 MiB has a million of them: gigabytes of errors."""
+    """A body of 8 MiB may have a million errors, and a response with all would take gigabytes."""
     body = {**COMPLETION, **wrong}
     response = server.http.post(f"{server.url}/v1/completions", json=body)
     check(response, field)
@@ -236,7 +236,7 @@ def nested(depth: int) -> Any:
 
 
 def deep(depth: int) -> dict[str, Any]:
-    """A request with so many nested lists and maps."""
+    """A request with lists and maps nested `depth` deep."""
     return {**CHAT, "chat_template_kwargs": {"value": nested(depth - 2)}}
 
 
@@ -255,10 +255,10 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str | None, tuple[str, ...]]] = [
     *[("completions", {"prompt": prompt}, "prompt", CONTEXT, ())
       for prompt in ("cat " * 600, "cat " * 10_000, [4] * 512)],
     ("chat/completions", {"messages": LONG_CHAT}, "messages", CONTEXT, ()),
-    # Clients answer CONTEXT by asking again with less: a nested prompt is not too long.
+    # Clients retry after CONTEXT with a shorter prompt, which does not help a nested one.
     ("completions", {"prompt": nested(70)}, "prompt", None, (DEEP,)),
     ("chat/completions", {KWARGS: {"deep": nested(1500)}}, KWARGS, None, (DEEP,)),
-    # Templates take seconds to render so much.
+    # Templates would take seconds to render these.
     ("chat/completions", {"messages": MESSAGES * 513},
      "messages", CONTEXT, ("513 messages",)),
     ("chat/completions", {KWARGS: {"documents": [{"text": "a" * 100_000}]}}, KWARGS, CONTEXT, ()),
@@ -297,7 +297,7 @@ def test_bodies_are_as_long_and_deep_as_they_may_be(server: Served):
     for longer in ([4] * 101, [["a"] * 101], [{"a": {"b": [[]] * 101}}]):
         with pytest.raises(ApiError, match="at most 100 items"):
             check_lengths(json.dumps(longer).encode(), 100, 300)
-    with pytest.raises(ApiError, match="at most 100 items"):  # all together
+    with pytest.raises(ApiError, match="at most 100 items"):  # too many in all lists
         check_lengths(json.dumps([[4] * 100] * 4).encode(), 100, 300)
     for text in ("\\", '"', '\\"', '"\\', '\\\\"[,' * 200):
         check_lengths(json.dumps([text] * 100).encode(), 100, 100)

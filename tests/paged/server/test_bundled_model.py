@@ -1,4 +1,4 @@
-"""Each option of both APIs with the bundled model, beside the offline engine."""
+"""Each option of both APIs with the bundled model: answers equal the offline engine's outputs."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 PROMPT = "The old sailor counted to five. " * 3
 DRAWN = {"temperature": 0.8, "seed": 5}
-# What requests say beside prompt and 12 tokens; the engine calls it the same.
+# Options of requests besides the prompt and 12 tokens, under their names in SamplingParams.
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {**DRAWN},
@@ -56,7 +56,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def offline(engine: Engine) -> dict[str, RequestOutput]:
-    """The output of each option, before the engine is served."""
+    """The engine's output for each option, generated before the engine is served."""
     outputs = {
         name: engine.generate([PROMPT], SamplingParams(max_tokens=12, **option))[0]
         for name, option in OPTIONS.items()
@@ -78,7 +78,7 @@ def server(engine: Engine, offline):
 
 
 def spoken(option: dict[str, Any]) -> dict[str, Any]:
-    """As the official client takes it."""
+    """The arguments of OpenAI's client for an option."""
     body = {"max_tokens": 12, "temperature": 0, **option}
     if "beam_width" in body:
         del body["temperature"]
@@ -89,7 +89,7 @@ def spoken(option: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(logprob: TokenLogprob) -> dict[str, float]:
-    """The alternatives and the token itself by their texts."""
+    """Log-probabilities of the alternatives and of the token itself, by text."""
     values = {**logprob.top, logprob.token: logprob.logprob}
     return {TOKENIZER.decode([token]): value for token, value in values.items()}
 

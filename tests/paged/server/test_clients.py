@@ -1,4 +1,4 @@
-"""The same server over several runners, and what the clients of engines tell it."""
+"""The server over a cluster of runners, and the clients through which it drives engines."""
 
 import asyncio
 import concurrent.futures
@@ -30,7 +30,7 @@ REQUEST = ClusterRequest("a", 0, 0.0, (5, 6), SamplingParams(max_tokens=3))
 
 
 def cluster(count: int, step_s: float = 0.0) -> tuple[LiveCluster, list[Paced]]:
-    """So many runners, and what their engines run on."""
+    """A cluster of `count` runners, and the executors of their engines."""
     executors: list[Paced] = []
 
     def make_engine() -> Engine:
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_one_engine_though_a_runner_dies():
 
 
 def test_the_runners_tell_what_they_do():
-    """Soon after, each under its name, and added up."""
+    """The metrics soon show each runner's figures under its name, and their sums."""
     live, _ = cluster(2)
     with served(ClusterClient(live.__enter__())) as server:
         for i in range(4):
@@ -136,7 +136,7 @@ def test_a_cluster_that_fails_ends_its_requests_and_goes_on(monkeypatch):
 
 
 class Hasty(LiveCluster):
-    """A client goes away at the moment at which its request ends, before anybody is told."""
+    """A cluster whose client aborts each request when it ends, before the output is delivered."""
 
     client: ClusterClient
     left = False
@@ -195,7 +195,7 @@ def test_a_slow_reader_gets_the_rest_with_the_end():
         reply = Reply(True, 3, asyncio.Event())
 
         def receive(start: int) -> bool:
-            """Whether the reader wakes up."""
+            """Pass a token to the reply; return whether the reader wakes up."""
             reply.ready.clear()
             output = SequenceOutput([start], "", None)
             reply.receive(Progress("a", 0, (Growth(0, start, output),)), float(start))
@@ -203,7 +203,7 @@ def test_a_slow_reader_gets_the_rest_with_the_end():
 
         assert receive(0)
         assert [growth.start for growth in reply.take()] == [0]
-        assert all(receive(start) for start in range(1, 5))  # one more than it may keep
+        assert all(receive(start) for start in range(1, 5))  # the fourth exceeds the limit of 3
         assert not receive(5)
         assert reply.take() == [] and reply.first_token_s == 0
         output = RequestOutput("a", [4], [SequenceOutput([*range(6)], "", "length")], True)

@@ -1,5 +1,5 @@
-"""Raw sockets against the server: bytes cut anywhere, heads that never end, bodies that look like
-requests, and too many connections."""
+"""Raw sockets against the server: requests cut into segments, heads that never end, bodies that
+look like requests, and too many connections."""
 
 import json
 import re
@@ -31,7 +31,7 @@ LAST = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the server ends the connection."""
+    """All bytes until the server closes the connection."""
     received = b""
     while more := connection.recv(1 << 16):
         received += more
@@ -39,12 +39,12 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def statuses(server: Served, *segments: bytes) -> list[int]:
-    """Of the answers to what is sent, until the server ends the connection."""
+    """Send `segments`; return the statuses of all answers until the connection is closed."""
     with connected(server) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for segment in segments:
             connection.sendall(segment)
-            time.sleep(0.02)  # most likely a segment of its own
+            time.sleep(0.02)  # so that TCP most likely sends it by itself
         return [int(status) for status in STATUS.findall(read_all(connection))]
 
 
@@ -53,7 +53,7 @@ OFFER = posted(HIDDEN, "Connection: Upgrade", "Upgrade: h2c", path="/tokenize")
 
 @pytest.mark.parametrize("cut", [0, OFFER.index(b"Upgrade: h2c") + 4, OFFER.index(HIDDEN)])
 def test_a_body_after_an_offer_of_another_protocol_is_no_request(server, cut):
-    """Wherever its head is cut, and behind other requests."""
+    """The head is cut at several bytes, and another request may precede it."""
     assert statuses(server, OFFER[:cut], OFFER[cut:], LAST) == [400, 200]
     assert statuses(server, HEALTH + OFFER[:cut], OFFER[cut:] + LAST) == [200, 400, 200]
 
@@ -104,7 +104,7 @@ def test_who_sends_too_much_is_told_and_cut_off(server, chunked):
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Served]:
-    """A server that waits for little, and has room for few."""
+    """A server with short timeouts and room for few connections."""
     settings = ServerConfig(head_timeout_s=1, body_timeout_s=0.2, max_connections=8)
     with served(simulated()[0], settings=settings) as running:
         yield running
@@ -121,12 +121,13 @@ def test_slow_bodies_are_cut_off(hasty):
 @pytest.mark.parametrize("before", [b"", HEALTH])
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHo"])
 def test_slow_heads_are_cut_off(hasty, before, begun):
-    """On a new connection, and after an answer."""
+    """A begun head gets 408; an idle connection is closed without an answer. Both hold on a new
+    connection and after an answer."""
     assert statuses(hasty, before + begun) == [200] * bool(before) + [408] * bool(begun)
 
 
 def test_a_head_that_drips_is_cut_off(hasty):
-    """However often a few bytes arrive."""
+    """Bytes that keep arriving do not extend the timeout."""
     with connected(hasty) as connection, pytest.raises(OSError):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
         for _ in range(10_000):
@@ -134,8 +135,9 @@ def test_a_head_that_drips_is_cut_off(hasty):
             time.sleep(0.01)
 
 
-def test_who_waits_makes_room(hasty, caplog):
-    """Above the limit of connections; who is served stays."""
+def test_who_waits_makes_room(caplog):
+    """Above the limit, the connection that has waited longest for a request is closed. Connections
+    with a running request stay open."""
     engine, executor = simulated()
     settings = ServerConfig(max_connections=8)
     with served(engine, settings=settings) as server, ExitStack() as open_:
@@ -150,12 +152,13 @@ def test_who_waits_makes_room(hasty, caplog):
         assert statuses(server, LAST) == [200]
         executor.go.set()
         assert read_all(busy).startswith(b"HTTP/1.1 200")
-        assert read_all(idle[0]) == b""  # the first
+        assert read_all(idle[0]) == b""  # it has waited longest
     assert "8 connections are open" in caplog.text
 
 
 def test_who_closes_one_side_has_left(server):
-    """As README says: nothing else shows that a client has gone before it is written to."""
+    """A half-closed connection counts as left (docs/serve.md), because no other sign of a client's
+    end comes before the server writes to it."""
     body = {"model": "bundled", "prompt": "a cat", "max_tokens": 400, "ignore_eos": True}
     with connected(server) as connection:
         connection.sendall(posted(body))
@@ -165,7 +168,7 @@ def test_who_closes_one_side_has_left(server):
 
 
 class Held:
-    """A tokenizer that does not end with a long text until `go` is set."""
+    """A tokenizer that holds texts of more than 1000 characters or tokens until `go` is set."""
 
     def __init__(self) -> None:
         self.go, self.begun = threading.Event(), threading.Semaphore(0)
@@ -189,7 +192,7 @@ class Held:
 
 @contextmanager
 def holding(server: Served, held: Held, bodies: Sequence[bytes]) -> Iterator[list[socket.socket]]:
-    """While the server works on these, the first of which it has begun."""
+    """Connections on which the server holds `bodies`; the tokenizer has begun at least one."""
     with ExitStack() as open_:
         connections = [open_.enter_context(connected(server)) for _ in bodies]
         for connection, body in zip(connections, bodies):
@@ -213,7 +216,7 @@ HEAVY: dict[str, dict] = {
 
 @pytest.mark.parametrize("path", HEAVY)
 def test_heavy_work_of_one_client_stops_nobody(path):
-    """It blocks neither the event loop nor all threads."""
+    """The work blocks neither the event loop nor all threads."""
     held = Held()
     with served(simulated()[0], tokenizer=held) as server:
         heavy = posted(HEAVY[path], "Connection: close", path=path)
@@ -233,10 +236,10 @@ def test_heavy_work_of_one_client_stops_nobody(path):
 
 @pytest.mark.parametrize("field", ["prompt", "forced_output", "stop_token_ids", "stop"])
 def test_long_lists_are_refused_unparsed(server, field):
-    """A million integers."""
+    """The list has a million integers, and the JSON after it is broken."""
     content = b'{"model": "bundled", "%s": [%s1], "x": }' % (field.encode(), b"1," * 10**6)
     with connected(server) as connection:
         connection.sendall(posted(content, "Connection: close"))
         _, _, answer = read_all(connection).partition(b"\r\n\r\n")
-    error = json.loads(answer)["error"]  # not that the end is no JSON
+    error = json.loads(answer)["error"]  # not about the broken JSON
     assert error["param"] == field and "at most 1024 items" in error["message"]

@@ -1,4 +1,4 @@
-"""What the server does not do: more than it may, longer than it may, and for everybody."""
+"""The server's limits of load, time and access; clients that leave; shutdown and failures."""
 
 import concurrent.futures
 import json
@@ -36,7 +36,7 @@ def test_more_than_may_wait_are_told_when_to_come_again():
     engine, executor = simulated(step_s=0.001)
     settings = ServerConfig(max_pending=4, max_prompts=4)
     with served(engine, settings=settings) as server:
-        for _ in range(3):  # there is a pace then
+        for _ in range(3):  # Retry-After needs a measured rate
             server.client.completions.create(model="bundled", prompt="a", max_tokens=2)
         executor.go.clear()
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -53,12 +53,12 @@ def test_more_than_may_wait_are_told_when_to_come_again():
 def test_retry_after_is_what_the_rate_says():
     now = [1000.0]
     pace = Pace(lambda: now[0])
-    assert pace.seconds_for(100) == 1  # nothing is known
+    assert pace.seconds_for(100) == 1  # no prompt has ended yet
     for _ in range(20):  # two a second
         now[0] += 0.5
         pace.end()
     assert pace.seconds_for(100) == 50
-    now[0] += 25.25  # the window has forgotten all but the last ten
+    now[0] += 25.25  # the window has only the last ten ends
     assert pace.seconds_for(10) == 30
     pace.begin()
     assert pace.seconds_for(100) == 1
@@ -117,14 +117,14 @@ def test_request_ids(server: Served):
 
 def test_nobody_writes_lines_of_their_own_into_the_log(caplog):
     caplog.set_level("INFO", "paged.server.access")
-    with served(simulated()[0]) as server:  # its end waits for the line
+    with served(simulated()[0]) as server:  # the server's end waits for the log line
         server.http.get(f"{server.url}/x%0Areq-0%20GET%20/secret%00")
     (told,) = [each.getMessage() for each in caplog.records if "secret" in each.getMessage()]
     assert told.isprintable() and "GET /x%0Areq-0" in told
 
 
 def test_clients_that_leave_take_their_requests_along():
-    """At any time: before the first token, in the middle, with a full socket."""
+    """Clients leave before the first token, in the middle of a stream, and with unread output."""
     engine, executor = simulated(step_s=0.001)
     with served(engine) as server:
         for i in range(40):
@@ -150,7 +150,7 @@ def slow_reader(server: Served, body: dict) -> socket.socket:
 
 @pytest.mark.slow  # thousands of events
 def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
-    """However far its socket and its buffer fill up."""
+    """The client's socket and its buffer in the server fill up."""
     config = replace(CONFIG, max_model_len=2048, kv_cache_tokens=8192, page_size=64)
     engine, _ = simulated(config)
     settings = ServerConfig(max_buffered_tokens=16)
@@ -175,9 +175,9 @@ def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing():
         assert not any(server.wait_until_idle().values())
 
 
-@pytest.mark.slow  # so much that no socket takes it
+@pytest.mark.slow  # more output than a socket can buffer
 def test_who_does_not_read_is_cut_off_and_holds_up_no_end():
-    """Neither when the time of a request is over, nor when the server ends."""
+    """The server cuts the client off when the request's time is over, and when the server ends."""
     settings = ServerConfig(request_timeout_s=3, drain_s=0.1)
     body = {**LONG, "prompt": [[4] * 400] * 128, "max_tokens": 100, "n": 8, "stream": True}
     with served(simulated()[0], settings=settings) as server:

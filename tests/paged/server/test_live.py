@@ -1,4 +1,4 @@
-"""The live page, and what it asks for: the engine between two steps, under each policy."""
+"""The live page and its state: the engine between two steps, under each policy."""
 
 import re
 import threading
@@ -70,7 +70,7 @@ def test_every_policy_has_a_view():
 def test_pages_of_several_sequences_are_shared():
     engine = started(CONFIG, 1, how=replace(HOW, n=3, temperature=1.0))
     seen = view(engine)
-    assert (seen.pools[0].cells == SHARED).sum() == 2  # whole pages of 40 prompt tokens
+    assert (seen.pools[0].cells == SHARED).sum() == 2  # the whole pages of 40 prompt tokens
     assert len(seen.requests[0]["slots"]) == 3
 
 
@@ -93,7 +93,7 @@ def test_state_is_made_while_requests_run(monkeypatch):
         )
         ask.start()
         state = httpx2.get(f"{running.url}/state").json()
-        while not state["totals"]["prefill_tokens"]:  # placed, and a step has been counted
+        while not state["totals"]["prefill_tokens"]:  # until the request's first step is counted
             state = httpx2.get(f"{running.url}/state").json()
         monkeypatch.setattr(live, "FRESH_S", 60.0)
         again = httpx2.get(f"{running.url}/state").json()
@@ -129,5 +129,5 @@ def test_each_policy_tells_what_it_saves(policy):
         assert server.http.get(f"{server.url}/state").status_code == 200
         told = server.http.get(f"{server.url}/metrics").text
     assert 'paged_policy{figure="context_tokens",runner="engine"} 0.0' in told
-    if policy == "diffkv":  # Nothing runs: what the last request had is nobody's.
+    if policy == "diffkv":  # The last request has ended, so its tokens no longer count.
         assert 'paged_policy{figure="high_tokens",runner="engine"} 0.0' in told

@@ -76,7 +76,8 @@ def server():
 
 @pytest.fixture(scope="module")
 def expected():
-    """The log-probability of a continuation, and whether it is the greedy one."""
+    """A function: prompt, continuation → the continuation's log-probability, and whether it is the
+    greedy one."""
     model, params = checkpoint.load("bundled", "float32")
 
     @jax.jit
@@ -98,7 +99,7 @@ def expected():
 
 
 def test_tasks(server: Served, questions, expected, tmp_path: Path):
-    """The command `lm_eval`. It sends the text of the end-of-sequence token as a stop string. The
+    """The command `lm_eval` sends the text of the end-of-sequence token as a stop string, and the
     server stops at the token."""
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
     for name, task in TASKS.items():

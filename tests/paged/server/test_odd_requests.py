@@ -47,12 +47,12 @@ def test_empty_fields_are_no_wishes(server: Served, more):
     wanted = post(server, "chat/completions", CHAT | alone).json()
     answer = post(server, "chat/completions", CHAT | more)
     assert answer.status_code == 200, answer.text
-    if not alone:  # a simulated engine makes its searches' tokens up anew
+    if not alone:  # a simulated engine's beams depend on their slots
         assert answer.json()["choices"] == wanted["choices"]
 
 
 def test_an_answer_may_be_sent_back(server: Served):
-    """As the official client holds it, with fields that are null."""
+    """A message of OpenAI's client has null fields, which do not change the prompt."""
     create = server.client.chat.completions.create
     message = create(**CHAT).choices[0].message
     lengths = [
@@ -67,7 +67,8 @@ def test_an_answer_may_be_sent_back(server: Served):
 
 
 def test_the_text_of_a_special_token_means_the_token():
-    """In streams as well; `ignore_eos` is about ends that the request does not name."""
+    """A stop string that spells a special token stops streams too, and `ignore_eos` does not affect
+    it."""
     unknown, end = TOKENIZER.convert_tokens_to_ids(["<unk>", "</s>"])
     tokens = [90, 91, 92, unknown, 93, end]
     with served(scripted(tokens, 3)) as server:
@@ -93,7 +94,7 @@ def test_texts_with_and_without_special_tokens(server: Served):
     bare = TOKENIZER.encode("a cat", add_special_tokens=False)
     for wish, more in ((None, 1), (True, 1), (False, 0)):
         body = COMPLETION | {"add_special_tokens": wish, "return_token_ids": True, "echo": True}
-        body["suffix"] = ""  # no wish
+        body["suffix"] = ""  # the same as no suffix
         answer = post(server, "completions", body).json()
         assert answer["usage"]["prompt_tokens"] == len(bare) + more
         assert answer["choices"][0]["token_ids"][more : len(bare) + more] == bare
@@ -105,7 +106,7 @@ def test_texts_with_and_without_special_tokens(server: Served):
             "count"
         ]
         for wish in ({}, {"add_special_tokens": False}, {"add_special_tokens": True})
-    ]  # a template writes its own
+    ]  # a chat template writes its own special tokens
     assert counts[0] == counts[1] == counts[2] - 1
 
 
@@ -128,7 +129,7 @@ def test_heads_of_what_can_be_got(server: Served):
 
 
 def test_keys_share_no_cached_prefix():
-    """Or one would see in `cached_tokens` what another has asked."""
+    """With a shared prefix, `cached_tokens` would reveal the prompts of other keys."""
 
     def cached(server: Served, key: str | None, **more) -> int:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}

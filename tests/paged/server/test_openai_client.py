@@ -1,5 +1,5 @@
-"""The official client against the server, over an engine that makes its tokens up; beside it an
-engine that nobody serves, for the same seeds."""
+"""OpenAI's client against the server over a simulated engine. An offline engine gives the expected
+texts for the same seeds."""
 
 import concurrent.futures
 
@@ -119,7 +119,7 @@ def test_an_echo_begins_with_the_prompt(server: Served, offline: Engine):
 
 
 def test_searches_and_the_best_of_samples_come_whole(server: Served):
-    """Whose tokens the engine of this module makes up anew in each search."""
+    """Beams are not compared, because a simulated engine's beams depend on their slots."""
     how = {"model": "bundled", "prompt": "a cat", "n": 2, "max_tokens": 6}
     beams = server.client.completions.create(**how, extra_body={"beam_width": 3})
     assert len(beams.choices) == 2 and all(choice.text for choice in beams.choices)

@@ -1,4 +1,4 @@
-"""The server as a program, which a signal ends in the middle of its work."""
+"""The server as a program: signals under load, bad flags, and a low limit of open files."""
 
 import concurrent.futures
 import contextlib
@@ -31,7 +31,7 @@ FLAGS = [
 
 @contextlib.contextmanager
 def started(*before: str):
-    """A server over made-up tokens in a process, what it said first, and its address."""
+    """A server over a simulated engine: its process, its first lines of stderr, and its address."""
     command = [*before, sys.executable, "-m", "experiments.serve_http", *FLAGS]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -54,7 +54,7 @@ def program():
 
 
 def test_sigterm_in_the_middle_of_load(program):
-    """Every request that was accepted ends, whole or with an error, and the process does too."""
+    """Every accepted request ends, whole or with an error, and then the process ends."""
     process, url = program
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60)
     ended: list[str] = []
@@ -75,7 +75,7 @@ def test_sigterm_in_the_middle_of_load(program):
                 assert error.status_code == 503
                 ended.append("refused")
                 return
-            except openai.APIConnectionError:  # nobody listens any more
+            except openai.APIConnectionError:  # the port is closed
                 ended.append("not accepted")
                 return
             except openai.APIError as error:
@@ -96,7 +96,7 @@ def test_sigterm_in_the_middle_of_load(program):
 
 
 def test_the_second_signal_ends_it_at_once(program):
-    """Also while a connection is open, and whoever still sends a body is told."""
+    """The process ends although a connection is open; a client that still sends a body gets 503."""
     process, url = program
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -116,7 +116,7 @@ def test_the_second_signal_ends_it_at_once(program):
 
 def test_bad_flags_are_told_before_the_weights_are_read():
     flags = {
-        # First, as the process counts its devices once.
+        # This case is first, because a process counts its devices only once.
         "--runners=2 --tensor_parallel=2": "--tensor_parallel: each engine of a cluster has one",
         "--max_pending=0": "max_pending must be at least 1, not 0",
         "--max_prompts=9 --max_pending=5": "max_prompts must be from 1 to max_pending (5), not 9",
@@ -144,14 +144,14 @@ def test_bad_flags_are_told_before_the_weights_are_read():
 
 
 def test_a_folder_is_served_under_its_last_name(tmp_path: Path):
-    assert served_name(str(tmp_path / "mine")) == str(tmp_path / "mine")  # the hub's, if any
+    assert served_name(str(tmp_path / "mine")) == str(tmp_path / "mine")  # a name on the hub
     (tmp_path / "mine").mkdir()
     assert served_name(str(tmp_path / "mine")) == served_name(f"{tmp_path}/mine/") == "mine"
     assert served_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
 def test_too_few_files_are_told_at_the_start_and_stop_nobody():
-    """The system's limit of open files is below what all connections need."""
+    """The system's limit of open files is lower than the number that all connections need."""
     limited = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
     with started(*limited) as (process, lines, url), contextlib.ExitStack() as open_:
         said = re.search(r"(\d+) connections at a time, not 4096: .*256 files", lines)

@@ -1,5 +1,5 @@
-"""Requests that schemathesis makes up from the server's own OpenAPI document, and others that the
-document forbids."""
+"""Requests that schemathesis generates from the server's own OpenAPI document: some that it allows,
+and some that it forbids."""
 
 import pytest
 import schemathesis
@@ -19,8 +19,8 @@ from paged.server.settings import ServerConfig
 from tests.paged.server.serving import served, simulated
 
 pytestmark = pytest.mark.slow  # hundreds of requests
-# Not whether all that the document allows is taken: a temperature, a model's name and lengths have
-# bounds that depend on the server, each other and the engine.
+# No check requires that the server accepts every request that the document allows: temperatures,
+# model names and lengths have bounds that depend on the server, each other and the engine.
 CHECKS = [
     not_a_server_error, status_code_conformance, content_type_conformance,
     response_schema_conformance, negative_data_rejection, unsupported_method,
@@ -42,13 +42,13 @@ def test_the_document_is_kept(api, mode: GenerationMode):
     assert {operation.path for operation in operations} >= {"/v1/completions", "/tokenize"}
     for operation in operations:
         if mode is GenerationMode.NEGATIVE and not operation.body:
-            continue  # nothing can be wrong with it
+            continue  # a request without a body cannot be wrong
 
         @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case) -> None:
             if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-                case.body["model"] = "bundled"  # or none would be served
+                case.body["model"] = "bundled"  # a random name would be refused
             case.call_and_validate(checks=CHECKS)
 
         check()

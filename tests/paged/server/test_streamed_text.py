@@ -1,5 +1,5 @@
-"""What streams tell while tokens come; log-probabilities of tokens that are no text by themselves,
-and where tokens begin in the text."""
+"""Streamed text, log-probabilities of tokens that are no whole characters, and offsets of tokens in
+the text."""
 
 import itertools
 from typing import Any
@@ -34,7 +34,7 @@ def told(case, tokens: list[int], logprobs: list[TokenLogprob]) -> dict[str, Any
 
 @each_tokenizer
 def test_no_token_hides_another(case):
-    """Tokens with equal texts have an entry each, and the best entry is the best token's."""
+    """Tokens with equal texts have one entry each; the best entry belongs to the best token."""
     best, *others = dict.fromkeys(case.tokens)
     top = {token: -1.0 - i for i, token in enumerate([best, *others])}
     for chosen in (best, others[-1]):
@@ -60,7 +60,7 @@ def test_bytes_are_written_as_openai_does():
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_offsets_count_characters(data):
-    """All tokens of one character begin where it does."""
+    """All tokens of a character have the character's offset."""
     texts = TokenTexts(BYTE_LEVEL.tokenizer)
     by_bytes = {texts.bytes(token): token for token in BYTE_LEVEL.tokens}
     characters = [
@@ -85,7 +85,7 @@ def test_a_space_that_the_text_loses_is_not_counted():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_of_an_answer(stream: bool):
-    """Where each token begins, in the echoed prompt and after it."""
+    """Offsets count from the start of the choice's text, which has the prompt if it is echoed."""
     ids = ids_of(BYTE_LEVEL, ["a", "Ã", "©", "Ġb", "Ã", "©", "a"])
     engine = scripted(ids, 5, tokenizer=BYTE_LEVEL.tokenizer)
     with served(engine, tokenizer=BYTE_LEVEL.tokenizer) as server:
@@ -105,7 +105,7 @@ def test_offsets_of_an_answer(stream: bool):
 
 @pytest.mark.parametrize("special", [True, False])
 def test_offsets_in_a_prompt_that_is_a_text(special: bool):
-    """Also after a special token that it spells, which outputs would leave out."""
+    """The prompt spells a special token, which outputs omit but an echo keeps."""
     with served(simulated()[0]) as server:
         choice = server.client.completions.create(
             model="bundled", prompt="The</s> old  sailor", max_tokens=3, logprobs=0, echo=True,
@@ -122,7 +122,8 @@ def test_offsets_in_a_prompt_that_is_a_text(special: bool):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_what_was_told_is_how_the_final_text_begins(case: Case, data):
-    """However tokens are cut into pieces, and whatever a later token or stop string changes."""
+    """The deltas are a prefix of the final text after each piece of tokens, whatever a later token
+    or stop string changes."""
     tokens = data.draw(sequences(case))
     stop = tuple(data.draw(st.lists(st.sampled_from(STOPS), max_size=2)))
     text = final_text(case.tokenizer, tokens, stop)

@@ -1,4 +1,4 @@
-"""Served tokens are those of the offline engine for the same seeds, under every policy."""
+"""The server returns the tokens of the offline engine for the same seeds, under four policies."""
 
 import concurrent.futures
 from typing import Any
@@ -12,7 +12,7 @@ from tests.paged.kv_cache.policy_suite import CASES, CROWD, Bench, Case, padded,
 from tests.paged.server.serving import TOKENIZER, Served, joined, served
 from tests.paged.tiny import TINY
 
-# Engines compile. The quick tests compare with one that makes tokens up: `test_openai_client.py`.
+# Engines compile. `test_openai_client.py` compares quickly, over a simulated engine.
 pytestmark = pytest.mark.slow
 
 
@@ -42,7 +42,7 @@ def streamed(server: Served, body: dict[str, Any], count: int) -> list[str]:
     return joined(server.client.completions.create(**body, stream=True, extra_body=extra), count)
 
 
-# The policies that users name: a server sees no difference between them.
+# One case of each kind of policy, because the server treats all policies alike.
 NAMES = ("vllm", "orca_max", "lserve_kv8", "diffkv")
 SERVED = [
     pytest.param(case, id=case.name, marks=[] if case.name == "lserve_kv8" else pytest.mark.sweep)
@@ -53,7 +53,7 @@ SERVED = [
 
 @pytest.mark.parametrize("case", SERVED)
 def test_a_crowd_gets_what_each_gets_offline(case: Case, bench: Bench):
-    """All at once, in a cache that is too small for them: some are preempted."""
+    """All requests run at once, in a cache that is too small for them: some are preempted."""
     offline = bench.engine(case)
     crowd = [request for request in CROWD if request.suits(offline)]
     outputs = offline.generate([list(r.prompt) for r in crowd], [r.how for r in crowd])

@@ -21,8 +21,8 @@ from paged.simulator.machines import MACHINES, machine
 from pallas_kernels.specs import Cost
 
 A100 = MACHINES["a100-80"]
-# Microseconds of a layer on an A100-80GB without attention and without its second residual sum:
-# sums over the ops that Vidur's profiles (MIT) have, by model and GPUs, and by tokens.
+# Microseconds of a layer on an A100-80GB, by model and number of GPUs, and by tokens: sums over the
+# ops in Vidur's profiles (MIT), without attention and the second residual sum.
 TOKENS = (1, 32, 256, 2048)
 MEASURED = {
     ("llama-2-70b", 1): (1118, 1167, 2232, 15532),
@@ -51,7 +51,7 @@ def test_measured_layers_are_met():
 
 
 def product_in_plain_words(m: int, k: int, n: int) -> float:
-    """Seconds, tile by tile."""
+    """Seconds of a product, recounted tile by tile."""
     f, times = FITTED, []
     least = 2 * max(m, 16) * k * n / (312e12 * f.compute)
     for rows, columns in TILES:
@@ -93,7 +93,7 @@ def test_tensor_parallel_shards_halve_weights_and_pay_for_all_reduces():
     assert half["mlp_up"] == Product(8, 8192, 28672)
     assert half["mlp_down"] == Product(8, 14336, 8192)
     assert half["attention_norm"] == whole["attention_norm"]
-    # Of 8 KV heads each is on two of 16 shards.
+    # Each of 8 KV heads is on two of 16 shards.
     assert many["qkv"] == Product(8, 8192, (4 + 2 * 1) * 128)
     assert costs.all_reduce_s(1e9, 1) == 0
     assert costs.all_reduce_s(0, 2) == 46e-6
@@ -121,7 +121,7 @@ def test_copies_pay_for_each_and_for_their_bytes():
 
 
 def test_adapters_cost_their_pages_and_launches():
-    """Rank 16 of Llama-2-7B has 40 million numbers; a launch more costs its start."""
+    """A rank page of Llama-2-7B has 40 million numbers, and each launch costs its start time."""
     costs, model = CostModel(A100), sharded("llama-2-7b")
     assert adapter_page_bytes(model) == 2 * 39_976_960
     one, two, thirty_two = (adapters_s(costs, model, pages, 32) for pages in (1, 2, 32))

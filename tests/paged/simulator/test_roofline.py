@@ -93,17 +93,17 @@ def test_a_prompt_is_its_tokens_one_by_one_but_for_the_weights(window):
     model = LLAMA.replace(sliding_window=window)
     whole = step_cost(model, [20], [12])
     alone = [step_cost(model, [context]) for context in range(9, 21)]
-    head = 2 * model.vocab_size * model.hidden_size  # once for the prompt, not for each token
+    head = 2 * model.vocab_size * model.hidden_size  # runs once for the prompt, not for each token
     assert whole.flops == sum(cost.flops for cost in alone) - 11 * head
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
-    # The cache: 8 tokens were there, of which a window keeps the last; 12 are written.
+    # The KV cache has 8 tokens, of which a window keeps the last, and 12 are written.
     kept = min(8, (window or 100) - 1)
     without = alone[0].bytes - per_token * min(9, window or 100) - 4 * model.hidden_size
     assert whole.bytes == without + per_token * (kept + 12) + 12 * 4 * model.hidden_size
 
 
 def test_attention_is_the_policys_own():
-    """A head of two streams: it reads a page of the sink, one before its own, and its own."""
+    """One of two KV heads streams: it reads the sink page, the newest page and the one before."""
     gates = {"gates": ((1.0, 0.0),) * LLAMA.num_layers, "sink": 16, "local": 16}
 
     def cost(context, **options):
@@ -139,7 +139,7 @@ def test_bytes_of_a_layer_are_those_of_its_arrays():
     assert found["weights"] == sum(2 * int(np.prod(param.shape)) for param in layer.values())
     assert found["KV read"] == (20 + 9 + 7) * 2 * 2 * 10 * 2
     assert found["KV written"] == (1 + 1 + 7) * 2 * 2 * 10 * 2
-    # In and out: q, k and v; o; gate and up; down.
+    # Inputs and outputs of q, k and v; of o; of gate and up; of down.
     assert found["activations"] == 9 * 2 * ((24 + 100) + (60 + 24) + (24 + 80) + (40 + 24))
 
 

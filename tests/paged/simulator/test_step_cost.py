@@ -1,4 +1,4 @@
-"""The clock of simulated GPUs: a step takes its parts, recounted here."""
+"""The clock of simulated GPUs: a step takes the sum of its parts, recounted here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,8 +33,10 @@ def declared(model=LLAMA, gpu: str = "a100-80", **fields: Any) -> StepCost:
 
 
 def timed(config: EngineConfig, prompts, max_tokens: int, ranks: Sequence[int] = ()):
-    """The clock, (contexts, new tokens) and seconds of each step, and simulated time. ranks: of
-    each prompt's adapter."""
+    """The clock, (contexts, new tokens) of each step, seconds of each step, and simulated time.
+
+    ranks: the rank of each prompt's adapter.
+    """
     clock = StepCost.declare(SMALL, config, "a100-40")
     steps: list[tuple[list[int], list[int]]] = []
     seconds: list[float] = []
@@ -101,7 +103,7 @@ def test_an_executor_tells_its_clock_the_pages_of_adapters():
 
 
 def test_swaps_take_pcies_time_and_copies_the_memorys():
-    """40 layers of two copies a block, each of which starts; and shards share the bytes."""
+    """A swapped block takes two copies a layer, each with a start time. Shards split the bytes."""
     clock = declared(tensor_parallel=2, kv_cache_tokens=4096)
     ((pool, declared_pool),) = clock.pools.items()
     unit = declared_pool.unit_bytes
@@ -118,8 +120,8 @@ def test_swaps_take_pcies_time_and_copies_the_memorys():
 
 
 def test_small_units_are_swapped_a_call_at_a_time():
-    """A page of DiffKV is one head's: 157 pages of 16 tokens of K8V4 pass through one array of half
-    a MiB, which one launch gathers and one copy brings over PCIe."""
+    """A DiffKV page belongs to one head. 157 pages of 16 tokens in K8V4 fill an array of half a
+    MiB, which one launch gathers and one copy moves over PCIe."""
     clock = declared(
         policy="diffkv", chunked_prefill=False, max_num_batched_tokens=4096, tensor_parallel=2
     )
@@ -141,7 +143,7 @@ def test_a_run_that_swaps_takes_longer_by_its_swaps():
         max_num_batched_tokens=64,
     )  # fmt: skip
     clock, executors = StepCost.declare(SMALL, config, "a100-40"), []
-    for cost in (clock, clock.__call__):  # the second knows no moves
+    for cost in (clock, clock.__call__):  # the second has no `moves_s`
         executors.append(SimulatedExecutor(cost, vocab_size=64, first_token=3))
         engine = Engine(SMALL, config, executors[-1])
         how = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -172,7 +174,8 @@ def test_forks_under_diffkv_copy_the_parents_pages(pins):
     executor = SimulatedExecutor(clock, vocab_size=64, first_token=3, dtype="float16")
     engine = Engine(SMALL, config, executor)
     engine.generate([[5] * 41], SamplingParams(n=3, temperature=1.0, max_tokens=2))
-    # Two children; the parent has as many pages at 41 tokens, after the prefill, as at its end.
+    # Two children copy the parent's pages after the prefill, at 41 tokens. The parent has as many
+    # pages at its end.
     pages = 2 * executor.report()["held"][0, 0]
     assert [units for units in copied if any(units.values())] == [{"pages": pages}]
     bytes_ = pages * clock.pools["pages"].unit_bytes

@@ -1,4 +1,4 @@
-"""GPUs that are not there."""
+"""GPUs that this machine lacks, as targets of compilation."""
 
 import pytest
 

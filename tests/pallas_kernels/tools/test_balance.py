@@ -1,4 +1,4 @@
-"""Counting how evenly schedules spread work: by hand, and for decode's schedules."""
+"""The evenness of schedules, counted by hand and for decode's schedules."""
 
 import pytest
 

@@ -41,14 +41,14 @@ def test_one_spec_of_each_op_passes(target, tmp_path):
     kernel, _merge = attention["kernels"]
     assert kernel["tensor_core_instructions"] > 0
     assert kernel["shared_memory"] > 0
-    # A tile's two products: of 16 KB of keys or values each, with 8 columns of queries.
+    # A tile has two products, each of 16 KB of keys or values with 8 columns of queries.
     assert kernel["loop"]["flops"] == kernel["launch"]["flops"] == 2 * 2 * 8 * 16384 / 2
     assert kernel["launch"]["copied"] == 2 * 16384
     assert kernel["prediction"]["in_flight"] >= kernel["prediction"]["needed_in_flight"]
     least, most = attention["call"]["shares"]
     assert 0.5 < least < most < 1
     assert attention["spec"] in done.stdout and written["assumptions"] in done.stdout
-    # Others' kernels are named, whether they compile or not.
+    # Kernels of other projects are named, whether they compile or not.
     named = [peer for peer in written["peers"] if peer["kernel"] or peer["problem"]]
     assert len(named) == len(written["peers"]) == (3 if target == "h200" else 0)
 

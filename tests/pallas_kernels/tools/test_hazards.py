@@ -1,4 +1,4 @@
-"""hazards.py notices faults that neither interpreter nor compiler shows, each put back in turn."""
+"""hazards.py notices faults that neither interpreter nor compiler shows; tests put each back."""
 
 from dataclasses import replace
 from functools import partial
@@ -59,20 +59,20 @@ def test_more_registers_than_the_launch_has(op, monkeypatch):
     for module in (prefill_rows, prefill_sm90):
         monkeypatch.setattr(module, "FETCHING_REGISTERS", 48)
     complaints = _complaints(op)
-    # Of prompts both kernels.
+    # prompt_attention has two kernels, and the check reports both.
     assert len(complaints) == (2 if op == "prompt_attention" else 1)
     assert "232 + 232 + 48 registers a thread, 65536 in all, of a thread block launched with 64512"\
         in complaints[0]  # fmt: skip
 
 
 def test_registers_of_launches():
-    # 65,536 registers of a multiprocessor over the threads of a block, in multiples of 8.
+    # A block's threads share the 65,536 registers of a multiprocessor, in multiples of 8.
     assert [hazards.registers_of_launch(128 * n) for n in (1, 2, 3, 4)] == [248, 248, 168, 128]
 
 
 @pytest.fixture
 def compiled_decode():
-    """The jaxpr of quantised decode, and a compiler's report as it could be."""
+    """The jaxpr of quantised decode, and a made-up report of a compiler."""
     spec = OPS[QUANTISED[0]].specs["llama-3-8b-kv4"]
     jaxpr = hazards.traced(spec, "mosaic_gpu", H200)
     launch = kernel_jaxpr.launches(jaxpr)[0]
@@ -99,7 +99,7 @@ def test_layouts_in_which_warps_share_what_is_reduced():
         )
     )
     assert reductions_across_warps(f"{across}\n{within}\n{across}") == 2
-    # In a kernel in which several warpgroups reduce, none may do so.
+    # If several warpgroups of a kernel reduce, none may reduce across warps.
     jaxpr = _kernel(lambda w: w < 2, axis=1)
     kernel = Kernel(
         "sums_0", 168, 0, 0, 0, 0, 0, kernel_jaxpr.launches(jaxpr)[0], Occupancy(1, "registers")
@@ -110,7 +110,7 @@ def test_layouts_in_which_warps_share_what_is_reduced():
 
 
 def test_rows_beyond_an_int32(monkeypatch):
-    """Pages folded into rows, as a kernel multiplies `page * (W // C)`: from 64 GiB on."""
+    """A kernel that multiplies `page * (W // C)` folds pages into rows: an int32 ends at 64 GiB."""
     real = quantized_sm90.views_of
 
     def folded(pools, sections):
@@ -155,8 +155,8 @@ def test_pools_with_more_slots_than_an_int32_counts_are_refused():
 
 
 def _kernel(reduces, *, warpgroups=3, axis=0, auto_barriers=True):
-    """The complaints about a kernel in which the warpgroups that satisfy `reduces(warpgroup)` sum
-    an array along an axis."""
+    """The jaxpr of a kernel in which the warpgroups that satisfy `reduces(warpgroup)` sum an array
+    along an axis."""
 
     def body(out_ref):
         warpgroup = lax.axis_index("warpgroup")

@@ -1,4 +1,4 @@
-"""Reading compiled programs: a small one, written by hand."""
+"""Reading compiled programs, on a small one that is written by hand."""
 
 import pytest
 
@@ -67,10 +67,10 @@ def test_kernels_are_what_runs_in_the_order_of_the_schedule(program):
 @pytest.mark.parametrize(
     ("name", "read", "written", "pools"),
     [
-        ("first", 10 * 8 * 4, 10 * 8 * 2, 0),  # of the sum only what the slice keeps
+        ("first", 10 * 8 * 4, 10 * 8 * 2, 0),  # of the sum, only the part that the slice keeps
         ("write", 10 * 4 + 10 * 8 * 2, 10 * 8 * 2, 0),  # in place
         ("turn", 8 * 16 * 2, 8 * 16 * 2, 0),
-        ("call", 10 * 8 * 2, 10 * 8 * 4, 1),  # of the pool it reads what tables name
+        ("call", 10 * 8 * 2, 10 * 8 * 4, 1),  # of the pool, only the rows that tables name
         ("sum", 10 * 8 * 4, 10 * 8 * 4, 0),
         ("loop", 0, 0, 0),
     ],

@@ -1,4 +1,4 @@
-"""What kernels do for a tile, counted from their jaxprs."""
+"""The work of kernels on a tile, counted from their jaxprs."""
 
 import jax
 import pytest
@@ -29,7 +29,7 @@ def _launches(spec, target):
 def test_decode_reads_each_key_and_value_once(target, page_size):
     spec = specs.decode(Attention(Heads(H, K, D), 4, 512, page_size=page_size))
     decode, *_ = _launches(spec, target)
-    tokens = decode.copied // (2 * D * 2)  # of a tile: bytes of 16-bit keys and values
+    tokens = decode.copied // (2 * D * 2)  # of a tile: its keys and values have 16 bits
     assert decode.copied == tokens * 2 * D * 2
     # Both products have 8 columns, for the H / K = 4 query heads of a KV head.
     assert decode.flops == 2 * 2 * tokens * 8 * D
@@ -41,7 +41,7 @@ def test_prefill_reads_both_operands_of_both_products():
     keys = prefill.copied // (2 * D * 2)
     rows = prefill.flops // (2 * 2 * keys * D)
     assert prefill.warpgroups == 3 and prefill.multiplying == 2 and rows == 64
-    # At least keys and values; at most also queries and probabilities.
+    # The operands are keys and values at least, and queries and probabilities too at most.
     keys_and_values, others = 2 * keys * D * 2, rows * (D + keys) * 2
     assert keys_and_values <= prefill.operands <= keys_and_values + others
 

@@ -58,13 +58,13 @@ def test_bytes_in_flight_by_littles_law():
 
 def test_prefill():
     found = predict.predict(PREFILL, _loop(500, PREFILL.flops), _loop(300, 0), 1, H200, True)
-    # 8.4 MFLOP at 4,096 a clock; 64 + 2 * (96 + 16) KB at 128 bytes; 64 KB of 7 TB/s.
+    # 8.4 MFLOP at 4,096 a clock; 64 + 2 * (96 + 16) KB at 128 bytes a clock; 64 KB at 7 TB/s.
     assert found.clocks["tensor cores"] == 2048
     assert found.clocks["shared memory"] == 288 * 1024 / 128 == 2304
     assert found.clocks["issue"] == 2 * 500 + 300
     assert found.clocks["L2"] == pytest.approx(2261, rel=1e-3)
     assert found.bound == "shared memory"
-    # All overlap; tensor cores that never rest leave 77 to 87 % of the clock.
+    # All of them overlap; tensor cores that never rest reduce the clock rate to 77 to 87 %.
     assert found.of == "tensor"
     assert found.shares == pytest.approx((2048 / 2304 * 0.77, 2048 / 2304 * 0.87), rel=1e-3)
     assert found.tile_s == pytest.approx(
@@ -79,8 +79,8 @@ def test_decode_at_the_memorys_pace_and_issue_bound():
     assert found.clocks["shared memory"] == 69 * 1024 / 128
     assert (found.bound, found.of) == ("memory", "bandwidth")
     assert found.in_flight == 192 * 1024
-    # The others are small beside it: (1,791^4 + 552^4 + 400^4 + 64^4)^(1/4) is 1,796 clocks, and at
-    # 87 % of the bandwidth the root of the sum of squares 2,014.
+    # The other clocks are small beside it: (1,791^4 + 552^4 + 400^4 + 64^4)^(1/4) is 1,796 clocks.
+    # At 87 % of the bandwidth, the root of the sum of squares is 2,014.
     assert found.shares == pytest.approx((1648.3 / 2014.5, 1648.3 / 1796.0), rel=1e-3)
     slow = predict.predict(DECODE, _loop(3582, DECODE.flops), None, 2, H200, False)
     assert slow.bound == "issue"
@@ -118,10 +118,10 @@ def test_seconds_of_a_call():
         )
     ]
     assert more == pytest.approx([2 * 10**8 / (share * 4.8e12) for share in (0.92, 0.87)])
-    # No sooner than memory gives what the call needs.
+    # A call takes no less time than memory takes to deliver its bytes.
     floor = predict.seconds(prediction, even, 2, 0, 10**10, H200)
     assert floor == pytest.approx([10**10 / (share * 4.8e12) for share in (0.92, 0.87)])
-    # Without a balance, as fast as the loop reads.
+    # A call without a balance is as fast as its loop reads.
     alone = predict.seconds(prediction, None, 2, 3, 10**10, H200)
     assert alone == pytest.approx(
         [10**10 / (share * 4.8e12) + 4.5e-6 for share in reversed(prediction.shares)]
@@ -129,7 +129,7 @@ def test_seconds_of_a_call():
 
 
 def test_what_needs_nearly_as_long_delays_more_the_less_it_overlaps():
-    """A tile of 4-bit pages: 1,751 clocks of memory, 1,728 of shared memory and 1,774 of issue."""
+    """A 4-bit tile takes 1,751 clocks of memory, 1,728 of shared memory and 1,774 of issue."""
     clocks = {"memory": 1751 / 0.92, "shared memory": 1728.0, "issue": 1774.0, "tensor": 256.0}
     least, most = (1751 / predict._delayed(clocks, one) for one in (
         predict.CAUTIOUS, predict.HOPEFUL

@@ -1,4 +1,4 @@
-"""Finding loops in machine code that is written by hand, and counting what they run."""
+"""Finding loops in machine code that is written by hand, and counting the instructions they run."""
 
 import pytest
 
@@ -6,15 +6,15 @@ from pallas_kernels.tools import sass
 
 
 def _listing(*lines: str) -> str:
-    """Labels as they are; instructions as nvdisasm prints them."""
+    """Labels unchanged, instructions in nvdisasm's format."""
     return "\n".join(
         line if line.endswith(":") else f"   -:-:-:Y:01        /*{16 * i:04x}*/         {line} "
         for i, line in enumerate(lines)
     )
 
 
-# A loop over items around one over tiles. A wait that was in vain goes on out of line; masks and
-# the fetch of a later tile are skipped where they are not needed.
+# A loop over items around one over tiles. A failed wait continues out of line; masks and the fetch
+# of a later tile are skipped where they are not needed.
 DECODE = _listing(
     "MOV R0, R1",
     ".L_x_0:",
@@ -48,7 +48,8 @@ DECODE = _listing(
 
 def test_a_pass_takes_products_and_copies_and_skips_masks():
     loop, fetching = sass.loops(DECODE)
-    # All from .L_x_1 to the branch back there, but for the two FSEL and the wait in vain.
+    # Every instruction from .L_x_1 to the branch back counts, but for the two FSEL and the failed
+    # wait.
     assert loop == sass.Loop(
         instructions=10, block_barriers=1, transaction_barriers=2, products=2, copies=1,
         flops=2 * 2 * 64 * 8 * 16,
@@ -78,7 +79,7 @@ FETCHER = _listing(
 
 def test_a_warpgroup_that_only_fetches_has_a_loop_of_its_own():
     loop, fetching = sass.loops(FETCHER)
-    # Of two loops with as many products, the one without masks; all four warps multiply.
+    # Two loops have as many products: the one without masks counts. All four warps multiply.
     assert loop == sass.Loop(2, 0, 0, products=1, copies=0, flops=4 * 2 * 16 * 8 * 16)
     # The wait counts: only the first tiles skip it.
     assert fetching == sass.Loop(4, 0, 1, products=0, copies=1, flops=0)
@@ -89,7 +90,7 @@ def test_code_without_loops_over_tiles_has_none():
 
 
 def test_a_region_with_two_entries_is_no_loop():
-    """As ptxas writes for an A100."""
+    """ptxas writes such regions for an A100."""
     region = ".L_x_0:", "HMMA.16816.F32", ".L_x_1:", "LDGSTS.E [R1]", "@P1 BRA `(.L_x_0)", "EXIT"
     assert sass.loops(_listing("@P0 BRA `(.L_x_1)", *region)) == (None, None)
 

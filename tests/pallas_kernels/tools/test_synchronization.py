@@ -57,7 +57,7 @@ def test_kernels_are_made_where_jax_has_64_bits(target, op):
         assert _complaints(target, op, spec) == []
 
 
-# SPECS lacks kernels that wait for nothing, and those that another op has too.
+# SPECS lacks kernels without waits, and kernels that another op has too.
 MUTATED = [kernel for kernel in KERNELS if kernel[1] in SPECS]
 INTERPRETED_LONG = (
     "mixed_precision_attention", "paged_prefill_attention", "prompt_attention",
@@ -74,9 +74,11 @@ INTERPRETED_LONG = (
     ],
 )
 def test_a_missing_wait_or_commit_is_noticed(target, op, monkeypatch):
-    """By the check of the jaxpr or, where that is content, by the interpreter: wrong numbers, a
-    race, an error, or a kernel that never ends. Of copies before Hopper the interpreter knows
-    nothing."""
+    """The check of the jaxpr notices it or, if that passes, the interpreter does: by wrong numbers,
+    a race, an error, or a kernel that never ends.
+
+    The interpreter notices no missing wait for copies on GPUs before Hopper.
+    """
     mutation = _counted(monkeypatch)
     assert _complaints(target, op, SPECS[op]) == []
     assert mutation.calls > 0
@@ -85,7 +87,7 @@ def test_a_missing_wait_or_commit_is_noticed(target, op, monkeypatch):
         seconds = time.monotonic()
         assert _mutant(op, -1, None) == 0
         patience = max(20, 5 * (time.monotonic() - seconds))
-        # Two at a time, for one that never ends only waits.
+        # Two run at a time, as a kernel that never ends only waits.
         with ThreadPoolExecutor(2) as pool:
             statuses = pool.map(lambda number: _mutant(op, number, patience), unnoticed)
             unnoticed = [
@@ -102,7 +104,7 @@ def _counted(monkeypatch) -> LeaveOut:
 
 
 def _unnoticed(mutation: LeaveOut, complaints) -> list[int]:
-    """The numbers of the calls without which there are no complaints."""
+    """The numbers of the calls that can be left out without a complaint."""
     found = []
     for number in range(mutation.calls):
         mutation.calls, mutation.number = 0, number
@@ -112,7 +114,7 @@ def _unnoticed(mutation: LeaveOut, complaints) -> list[int]:
 
 
 def _mutant(op, number, patience) -> int | None:
-    """The exit status; None of one that does not end within `patience` seconds."""
+    """The exit status of the mutant; None if it does not end within `patience` seconds."""
     program = [sys.executable, "-m", "tests.pallas_kernels.mutant", op, str(number)]
     try:
         return subprocess.run(
@@ -123,8 +125,11 @@ def _mutant(op, number, patience) -> int | None:
 
 
 def _persistent(order="arrive last", arrivals=True):
-    """Complaints about a kernel of persistent thread blocks: one warpgroup fetches the queries of
-    each item and its tiles, the other multiplies them, and hands both back."""
+    """Complaints about a kernel of persistent thread blocks.
+
+    One warpgroup fetches the queries of each item and its tiles; the other multiplies them, and
+    hands both back.
+    """
 
     def body(
         items_ref, q_ref, k_ref, out_ref,

@@ -1,4 +1,4 @@
-"""DiffKV's studies: what is asked of which system, what memory is measured, and what is said."""
+"""DiffKV's accuracy studies: their systems, the memory that they measure, and their verdicts."""
 
 import json
 from functools import partial
@@ -45,7 +45,8 @@ def test_systems_differ_in_what_their_names_say():
     assert chosen["DuoAttention"].gates and not chosen["Quest"].gates
     three = chosen["three levels 5/1/0"].levels
     assert [tuple(level)[1:] for level in three] == [("K16V16", 5), ("K8V4", 1), ("K4V2", 0)]
-    # Its pages have about the bytes of the others'. Everything else is the same.
+    # Pages of the three levels hold 8 tokens, in about the bytes of the others' pages. All other
+    # settings are equal.
     page_sizes = {name: c.page_size for name, c in found.items()}
     assert page_sizes.pop("three levels 5/1/0") == 8 and len(set(page_sizes.values())) == 1
     assert len({(c.max_num_seqs, c.max_model_len) for c in found.values()}) == 1
@@ -119,7 +120,8 @@ def test_all_systems_of_the_frontier_are_valid(scale):
 
 
 def test_calibration_is_the_papers_procedure():
-    """First alpha_h where nothing is dropped, then alpha_l; of equal ones the least memory."""
+    """Calibration chooses alpha_h first, with nothing dropped, then alpha_l; among equal
+    accuracies, the least memory."""
     flags = thresholds.ThresholdFlags(**FLAGS, alphas_h=(1.0, 2.0), alphas_l=(0.0, 0.1))
 
     def chosen(cells):
@@ -139,9 +141,11 @@ def test_calibration_is_the_papers_procedure():
 
 
 def test_memory_is_counted_in_whole_pages(tiny_folder):
-    """A simulated device drops nothing: of D channels a token of K8V8 in one head takes 2 D bytes,
-    2 * 4 of scales and 2 * 4 of score and position, of 4 D in 16 bits; sections are whole 16
-    bytes."""
+    """A simulated device drops nothing.
+
+    A token of K8V8 in one head takes 2 D bytes of codes, 2 * 4 of scales and 2 * 4 of score and
+    position, against 4 D in 16 bits. Sections are multiples of 16 bytes.
+    """
     D = checkpoint.load_config(tiny_folder).head_dim
     config = engine_config(
         checkpoint.load_config(tiny_folder), policy="diffkv", page_size=8, max_model_len=64,
@@ -162,8 +166,11 @@ def test_memory_is_counted_in_whole_pages(tiny_folder):
 
 
 def test_memory_of_dense_and_streaming_heads(tiny_folder):
-    """Half of the heads stream: beyond their window, of a page each for sink, local and a query's
-    own tokens, they keep nothing. No row is long enough to select pages, so none has statistics."""
+    """Half of the heads stream: they keep only their window, a page each for sink, local and a
+    query's own tokens.
+
+    No row is long enough to select pages, so no page has statistics.
+    """
     model = checkpoint.load_config(tiny_folder)
     gates = [[head % 2 for head in range(model.num_kv_heads)]] * model.num_layers
     config = engine_config(
@@ -180,8 +187,8 @@ def test_memory_of_dense_and_streaming_heads(tiny_folder):
     (held,) = kv_held.of_sequences(engine)
     share = (7 + 3) / 14
     assert (held.fraction, held.high, held.low) == pytest.approx((share, share, 0))
-    # The generated token is the second of its page: a dense head reads 50 tokens, a
-    # streaming one 8 of sink, 8 local and its page's 2; queries and outputs go beside them.
+    # The generated token is the second of its page. A dense head reads 50 tokens; a streaming head
+    # reads 8 of sink, 8 local and 2 of that page. Queries and outputs are added.
     D, K, H = model.head_dim, model.num_kv_heads, model.num_heads
     queries = 2 * 4 * D * H
     read = K / 2 * (50 + 18) * 4 * D + queries
@@ -205,7 +212,7 @@ def test_a_front_has_no_point_that_another_beats():
 
 
 def test_every_system_of_the_flag_files_is_read():
-    """Values of its files, sizes of the study."""
+    """The flag files set the systems' values, and the study sets the sizes."""
     flags = equal_bytes.BytesFlags(**FLAGS)
     found = equal_bytes.make_systems(flags)
     assert {config.max_model_len for config in found.values()} == {256}

@@ -54,7 +54,7 @@ def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
 
 
 def test_tokens_that_matter_are_counted():
-    """Of 20 equal tokens 19 hold 95 %; of one that has all it is one."""
+    """19 of 20 equal tokens hold 95 % of the score; a single large one holds it alone."""
     scores = np.ones((1, 20, 2))
     scores[0, 1:, 1] = 1e-9
     assert Prompt(scores, scores).critical().tolist() == [[19, 1]]

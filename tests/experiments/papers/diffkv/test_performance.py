@@ -1,4 +1,4 @@
-"""The host code beside which DiffKV's page manager is timed holds its pages; no times."""
+"""The host code that DiffKV's page manager is timed against holds the same pages; no times."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,5 +35,6 @@ def test_the_host_agrees_page_by_page():
 def test_the_device_is_exact_at_the_heads_of_8b():
     case = Case(1, seed=0)
     assert is_exact(case, threads=2, steps=18)
-    # Some heads have grown in that time: a page has room for 16 tokens of high precision.
+    # Some heads add tokens of high precision, the others of low: in 18 steps most of the former
+    # outgrow a page, which holds 20 such tokens.
     assert case.to_high.any() and not case.to_high.all()

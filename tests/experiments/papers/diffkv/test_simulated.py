@@ -1,4 +1,4 @@
-"""DiffKV and its baselines on simulated GPUs: bytes and memory recounted, a run of two systems."""
+"""DiffKV and its baselines on simulated GPUs: bytes and memory recounted, and small runs."""
 
 import dataclasses
 
@@ -20,9 +20,9 @@ from experiments.study import Run
 
 
 def test_memory_for_keys_and_values_is_what_weights_and_activations_leave():
-    """Activations are those of the model's whole context, and an L40 has 45 GiB beside its ECC."""
+    """Activations are those of the model's whole context, and ECC leaves 45 GiB of an L40."""
     server = SERVERS["qwq-32b"]
-    parameters = 32.76e9  # the model card's
+    parameters = 32.76e9  # from the model card
     activations = 2 * 40960 * (3 * 27648 / 2 + 4 * 5120)
     room = 2 * (0.9 * 45 * 2**30 - activations) - 2 * parameters
     assert server.kv_tokens("l40") == pytest.approx(room / (64 * 8 * 2 * 128 * 2), rel=0.01)
@@ -35,14 +35,16 @@ def test_a_kernel_is_faster_by_the_bytes_that_it_does_not_read(tmp_path):
     by = {(row.format, row.tokens): row for row in rows}
     tokens, queries = 8 * 8 * 4096, 2 * 2 * 8 * 32 * 128
     assert by["vllm", 4096].bytes == tokens * 2 * 2 * 128 + queries
-    # Scale and zero point of keys and of values, and a score that is read and written.
+    # A token has a scale and a zero point of keys and of values, and a score that is read and
+    # written.
     k8v8 = by["K8V8", 4096]
     assert k8v8.bytes == pytest.approx(tokens * (2 * (128 + 4) + 8) + queries, rel=0.05)
     assert study.report(study.flags(), rows)["holds"] is not None
 
 
 def test_launches_are_indexed_reads_and_scans_with_what_they_touch():
-    """Elementwise work is fused, and of an indexed array only what is named moves."""
+    """Elementwise work is fused, and an indexed array counts only the entries that the indices
+    name."""
     table, at = jnp.zeros((1000, 8)), jnp.zeros(4, jnp.int32)
 
     def program(table, at):
@@ -61,7 +63,8 @@ def test_a_batch_is_its_prompts_and_its_steps(tmp_path):
     rows = {row.system: row for row in study.measure(flags, Run(tmp_path))
             if not row.knob}  # fmt: skip
     vllm = rows["vllm"]
-    # 95 steps after the prompts', about as long as the last one; the prompts' is bound by products.
+    # 95 steps follow the step of the prompts, each about as long as the last one. Products bound
+    # the step of the prompts.
     prompts_s = 2 * 8.03e9 * 8 * 160 / 181e12
     steps_s = 95 * vllm.step_ms / 1e3
     assert steps_s + prompts_s < vllm.seconds < steps_s + 2 * prompts_s
@@ -94,7 +97,7 @@ def test_latency_is_lower_at_every_rate_with_every_model():
     holds = fig16_latency_over_rate.holds
     assert holds(found) and holds(found | {f"{name}_attention_0.8": 1.1})
     assert not holds(found | {name: 1.0})
-    with pytest.raises(KeyError):  # The claim is then undecided.
+    with pytest.raises(KeyError):  # a missing number leaves the claim undecided
         holds({name: 0.95})
 
 

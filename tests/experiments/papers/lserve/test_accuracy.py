@@ -1,4 +1,4 @@
-"""Studies of accuracy: what is asked of which system, and what is said of the answers."""
+"""Studies of accuracy: the prompts for each system, and the verdicts on the answers."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows
 
 @pytest.fixture
 def gates(tmp_path) -> str:
-    """The first KV head of each layer is a retrieval head."""
+    """A file of gates in which the first KV head of each layer is a retrieval head."""
     path = tmp_path / "gates.tsv"
     path.write_text("\n".join("\t".join(["0.9", *["0.1"] * 3]) for _ in range(4)))
     return str(path)
@@ -129,7 +129,7 @@ def test_a_whole_study(gates, tmp_path, capsys, monkeypatch):
     assert float(rows[-1]["divergence"]) > 0
     assert json.loads((tmp_path / "report.json").read_text())["partial"] is None
     assert (tmp_path / "figure.png").exists()
-    # The second time nothing is asked again, and the same is found.
+    # A second run reads the kept answers instead of an engine, and gives the same rows.
     monkeypatch.setattr(accuracy, "load_engine", None)
     assert frontier.STUDY.write(flags, tmp_path) == 0
     for row, before in zip(csv.DictReader((tmp_path / "rows.csv").open()), rows, strict=True):

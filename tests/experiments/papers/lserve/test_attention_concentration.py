@@ -26,7 +26,7 @@ def test_measuring_does_not_change_the_model():
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
     keys, first, last = np.moveaxis(np.asarray(noted), 2, 0)
     assert keys.min() >= 1 and keys.max() <= 50 and (keys == keys.round()).all()
-    # Every row sees fewer than 64 keys.
+    # Every row sees fewer than 64 keys, so the last 64 hold all of its mass.
     np.testing.assert_allclose(last, 1, rtol=1e-5)
     assert first.min() > 0 and first.max() < 1
 

@@ -1,4 +1,4 @@
-"""Gates of a random model: what they mix, what they learn, and the file that holds them."""
+"""Gates of a random model: the attention that they mix, their training, and their file."""
 
 from functools import partial
 
@@ -47,12 +47,12 @@ def test_gates_of_one_and_zero_are_full_and_streaming_attention():
 
 @pytest.mark.slow
 def test_heads_that_need_no_more_than_the_window_lose_their_gates(params, data):
-    """And a run is repeated from its seed."""
+    """Training is also reproducible: a second run from the same seed gives the same gates."""
     train = partial(
         duo_gates.train, MODEL, params, data, steps=15, lengths=[96], mix={"needles": 1.0},
         rate=0.1, progress=False,
     )  # fmt: skip
-    wide, rows = train(window=Window(64, 64, 64))  # sees all
+    wide, rows = train(window=Window(64, 64, 64))  # a window over all tokens
     assert wide.max() < 0.2 and rows[-1].moved < 1e-6
     narrow, rows = train(window=WINDOW)
     assert rows[-1].moved > 1e-5

@@ -17,14 +17,15 @@ BANDWIDTH, START_S = 0.775 * 2039e9, 5e-6
 TOKEN, QUERIES = (
     2 * (64 + 4),
     2 * 2 * 32 * 128,
-)  # bytes: of 4-bit keys and values of a head; of a step
+)  # bytes of a token's 4-bit keys and values in one head; bytes of a step's queries and outputs
 
 
 def test_heads_that_are_split_take_the_bytes_of_all():
     parts = Clock.of("static", LLAMA, split=True).parts_s(65536)
-    # Four tokens share a selection; of a streaming head 384 tokens and its own page are read.
+    # The parts are means over the four tokens that share a selection. A streaming head reads 384
+    # tokens and its own page.
     read = sum(4 * (65536 + i) + 4 * (384 + i + 1 + 63) for i in range(4)) / 4
-    read -= 4 * 64 * 3 / 4  # 65536 ends a page; the next token begins one
+    read -= 4 * 64 * 3 / 4  # token 65536 ends a page; the next token begins one
     assert parts["decode"] == pytest.approx(START_S + (TOKEN * read + QUERIES) / BANDWIDTH, 1e-4)
     assert "selection" not in parts
 
@@ -34,7 +35,7 @@ def test_by_heads_the_longest_head_takes_what_one_multiprocessor_reads():
     a_head = TOKEN * 65537.5 + QUERIES / 8
     assert whole == pytest.approx(START_S + 108 * a_head / BANDWIDTH, 1e-4)
     assert Clock.of("static", LLAMA).parts_s(65536)["decode"] == whole
-    # 256 heads keep all multiprocessors busy.
+    # 256 heads are enough to keep all multiprocessors busy.
     both = [Clock.of("qserve", LLAMA, split=split) for split in (False, True)]
     assert both[0].step_s(512, sequences=32) == both[1].step_s(512, sequences=32)
 

@@ -15,7 +15,7 @@ def test_overtaking_is_bounded_and_pays():
     flags = SlotFlags(adapters=60, requests=35, rate=100.0, load_ms=100.0, seed=1)
     config = replace(adapter_slots.CONFIG, adapter_slots=4, max_model_len=180)
     bounds = (0, 8, adapter_slots.UNBOUNDED)
-    # Asserts bounds, and replays.
+    # `with_bound` asserts its bound, and replays the run.
     runs = [adapter_slots.with_bound(flags, TINY, config, bound) for bound in bounds]
     none, eight, unbounded = runs
     assert none.most_overtaken == 0 and eight.most_overtaken == 8
@@ -34,8 +34,8 @@ def test_a_run_that_overtakes_too_often_is_a_fault():
 
 
 def test_what_is_counted_of_loads():
-    """Of two loads, 1 to 5 and 4 to 6, steps run in 2 to 3 and 4.5 to 6: 1.5 of 4 s and 1.5 of 2 s.
-    The second request starts first."""
+    """The loads last from 1 to 5 s and from 4 to 6 s, the steps from 2 to 3 s and from 4.5 to 6 s:
+    steps hide 1.5 of 4 s and 1.5 of 2 s. Requests y and z overtake x."""
 
     def event(kind: str, time_s: float, **fields):
         return {"event": kind, "time_s": time_s, **fields}

@@ -1,4 +1,4 @@
-"""Engines with LoRA on a CPU: what the study counts and compares; no times."""
+"""Engines with LoRA on a CPU: the counts and ratios of the study; no times."""
 
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ def test_engines_take_turns_with_their_own_adapters(tmp_path):
     assert [(row.system, row.repeat) for row in rows] == [(s, r) for r in (0, 1) for s in systems]
     assert {row.output_tokens for row in rows} == {24}
     assert min(min(row.seconds, row.cpu_s, row.step_s or 0) for row in rows) > 0
-    # Other adapters would change nearly every token; near ties change few.
+    # Wrong adapters would change nearly every token; near ties change few.
     assert min(row.equal for row in rows) > 0.8
     floor = {row.system: row.floor_s or 0 for row in rows}
     assert floor["idle"] == floor["base"] < floor["identical"] < floor["distinct"]

@@ -1,4 +1,4 @@
-"""SGMV beside a loop and Gather-BMM: what is counted, and that all that a GPU times is right."""
+"""SGMV beside a loop and Gather-BMM: their costs, and the results of all that a GPU times."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_costs_are_those_of_the_papers_formulas():
     shrink = Cost(bytes=(64 * (4096 + 16) + 8 * 4096 * 16) * 2, flops=64 * 4096 * 16 * 2)
     assert case.cost.bytes == case.expand_cost.bytes + shrink.bytes
     assert case.cost.flops == case.expand_cost.flops + shrink.flops
-    # Where each token has its own adapter, intensity does not depend on the batch (Fig. 7).
+    # With an adapter for each token, intensity does not depend on the batch (Fig. 7).
     distinct = [Case("distinct", n, 16, 4096, 4096).expand_cost for n in (1, 64)]
     assert len({cost.flops / cost.bytes for cost in distinct}) == 1
 
@@ -29,7 +29,7 @@ def test_everything_that_is_timed_gives_the_same(popularity):
     a, b, x = (np.asarray(w, np.float64) for w in (weights.a, weights.b, weights.x))
     adapter = np.repeat(np.arange(len(case.lengths)), case.lengths)
     expected = np.einsum("ti,tir,tro->to", x, a[adapter], b[adapter])
-    # The expand alone takes whatever 32 columns of x are; b is zero beyond the rank.
+    # The expand alone takes all 32 columns of x as its input; b is zero beyond rank 24.
     expanded = np.einsum("tr,tro->to", x[:, :24], b[adapter])
     for name, run in programs(case, weights).items():
         wanted = expanded if name == EXPAND else expected

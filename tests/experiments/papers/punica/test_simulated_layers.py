@@ -13,7 +13,7 @@ def test_short_decode_steps_are_the_papers():
     ms = [found[f"decode_ms_2048_b{batch}"] or 0.0 for batch in (1, 32)]
     for name in ("decode_ms_128_b1", "decode_ms_128_b32", "decode_growth_128"):
         assert found[name] == pytest.approx(fig01_batching_effect.STUDY.paper[name], rel=0.15)
-    # 31 further sequences' keys and values are read at the assumed rate.
+    # The keys and values of 31 further sequences are read at the assumed rate.
     read = 31 * 2048 * 2 * 32 * 4096 * 2 / (2039e9 * 0.775)
     assert ms[1] - ms[0] == pytest.approx(1e3 * read, rel=0.1)
 
@@ -24,7 +24,7 @@ def test_a_layer_reads_each_adapter_once():
     of = {(row.length, row.batch, row.popularity): row for row in rows if not row.change}
     assert of[512, 8, BASE].lora_us == 0 and of[512, 8, "distinct"].adapters == 8
     assert of[512, 1, "distinct"].us == of[512, 1, "identical"].us
-    # Seven more adapters of rank 16: widths of seven projections, 16 bits.
+    # Seven further adapters of rank 16 have seven projections of these widths, in 16 bits.
     widths = 4 * (4096 + 4096) + 3 * (4096 + 11008)
     bytes_ = 7 * 16 * widths * 2
     more = of[512, 8, "distinct"].lora_us - of[512, 8, "identical"].lora_us

@@ -1,4 +1,4 @@
-"""Figs. 11 to 13 of Punica in simulated time, in small."""
+"""Figs. 11 to 13 of Punica in simulated time, on a small scale."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_the_papers_order_of_the_systems():
     assert len({row.output_tokens for row in rates.values()}) == 1
     assert found["punica", "distinct"] > 0.7 * found["punica", "identical"]
     assert found["punica", "distinct"] > 3 * found["vllm", "distinct"]
-    assert found["punica", "identical"] < found["vllm", "identical"]  # which computes no LoRA
+    assert found["punica", "identical"] < found["vllm", "identical"]  # vLLM computes no LoRA
     assert found["fastertransformer", "identical"] > 3 * found["fastertransformer", "distinct"]
     many = replace(CASE, popularity="identical", requests=96)  # several static batches
     static = text_generation.run(replace(many, system="fastertransformer"))
@@ -59,7 +59,7 @@ def test_an_hour_in_short_has_full_and_idle_gpus(monkeypatch):
     assert (found["most_busy_gpus"] or 0) > 1 and found["idle_stays_idle"] is not None
     assert rows[0].batches == rows[-1].batches == (0, 0, 0)
     again = fig13_cluster.hour(flags, "")
-    read = fig13_cluster.Hour(**json.loads(json.dumps(vars(again))))  # as a kept run
+    read = fig13_cluster.Hour(**json.loads(json.dumps(vars(again))))  # as a kept run is read
     assert again.rows == read.rows == rows
     slower = fig13_cluster.serve(flags, "host +20 %")
     assert slower[-1].time_s >= rows[-1].time_s and slower[3].change == "host +20 %"

@@ -1,4 +1,4 @@
-"""The paper's order of the systems, in simulated time."""
+"""The systems waste memory in the paper's order, in simulated time."""
 
 import pytest
 

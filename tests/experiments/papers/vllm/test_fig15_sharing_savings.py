@@ -1,4 +1,4 @@
-"""Savings by sharing: what is counted is what the engine holds, and the family trees are true."""
+"""Savings by sharing: counted blocks are the engine's, and family trees are the search's."""
 
 import csv
 import json
@@ -35,7 +35,7 @@ def test_blocks_of_one_token_save_what_the_sequences_share(method, sequences):
     e, row, trees = run(method, sequences, page_size=1)
     samples = [list(range(sequences)) if step else [0] * sequences for step in range(29)]
     parents = trees[0]["parents"] if method == "beam" else samples
-    lines: list[tuple] = [()]  # each sequence as all its ancestors, by their step and place
+    lines: list[tuple] = [()]  # each sequence as its ancestors, each by step and index
     held, shared = [21], [0]
     for step, of_step in enumerate(parents, start=1):
         lines = [(*lines[parent], (step, i)) for i, parent in enumerate(of_step)]
@@ -57,7 +57,7 @@ def test_larger_blocks_save_less(method):
 
 
 def test_parallel_samples_save_their_prompts_full_blocks():
-    # 21 tokens of prompt are one full block of 16, and a partial one until the samples part.
+    # 21 tokens of a prompt are one full block of 16, and a partial one until the samples part.
     steps = run("parallel", 3, page_size=16)[0].metrics.steps
     assert [step.kv_shared // 16 for step in steps] == [4] + [2] * 29
 
@@ -77,7 +77,7 @@ def test_scaled_lengths_stay_within_the_limit(tokenizer, scale):
 
 
 def test_genealogies_are_those_of_the_search():
-    """The same search, each beam a list of its own, over the twin's candidates."""
+    """The oracle is the same search over the twin's candidates, each beam a list of its own."""
     prompt, search = list(range(3, 24)), BeamSearch(4, 30, 1.0, False, ())
     beams: list[list[int]] = [[]]
     expected = []

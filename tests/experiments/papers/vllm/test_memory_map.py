@@ -1,4 +1,4 @@
-"""The memory map: what it draws is what the block tables and the pool say."""
+"""The memory map draws what the block tables and the pool hold."""
 
 import csv
 import itertools
@@ -25,7 +25,7 @@ PAGE = 4
 
 
 class Letters:
-    """A tokenizer: a token for each character."""
+    """A tokenizer with a token for each character."""
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % 58 for character in text]
@@ -46,7 +46,7 @@ def small_engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def served(requests):
-    """Snapshots of a run, and beside each the tables, refcounts and usage as they then were."""
+    """An engine, snapshots of its run, and block tables, refcounts and usage at each snapshot."""
     engine, seen = small_engine(), []
     take = block_snapshots.take
 
@@ -131,7 +131,7 @@ def test_a_swapped_group_keeps_its_tokens_and_what_it_shares(served):
         if after.host and not before.host:
             gone = {o.request for owners in after.host.values() for o in owners}
             shared = [len(o) for o in before.device.values() if o[0].request in gone]
-            # It may have grown, and parted, in the step between.
+            # The group may have grown, and its sequences parted, in the step between.
             assert max(map(len, after.host.values())) == max(shared) > 1
 
 

@@ -1,4 +1,4 @@
-"""Figs. 12 and 13 and Table 1 of vLLM in simulated time, in small."""
+"""Figs. 12 and 13 and Table 1 of vLLM in simulated time, on a small scale."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_sigma_is_where_the_oracle_has_the_papers_batch():
 
 
 def test_a_sweep_closes_in_on_the_latency_from_either_side():
-    """A system that is overloaded from 3.3 requests/s on."""
+    """The system is overloaded from 3.3 requests/s on."""
 
     def run(case: Case) -> Row:
         tried.append(case.rate)
@@ -77,7 +77,7 @@ def test_a_sweep_closes_in_on_the_latency_from_either_side():
 
 
 def test_each_system_begins_where_the_one_before_it_ended():
-    """With other constants vLLM and Oracle alone, each from its own rate."""
+    """With other cost constants only vLLM and Oracle run, each from its own rate."""
     begun: dict[tuple[str, float, float], float] = {}
 
     def run(case: Case) -> Row:
@@ -98,7 +98,7 @@ def test_each_system_begins_where_the_one_before_it_ended():
     assert begun["vllm", 1.2, 1] == pytest.approx(knees["vllm"], abs=1e-4)
     named = [replace(point, panel="a") for point in points]
     flags = rates.RateFlags(latency_s=0.3)
-    for threshold, turned in ((1.2, 0), (5.0, 1)):  # at a fifth less time vLLM sustains 6.2
+    for threshold, turned in ((1.2, 0), (5.0, 1)):  # with 20 % less time vLLM sustains 6.2
 
         def holds(v, least: float = threshold) -> bool:
             return v["a_rate_vllm"] > least
@@ -109,7 +109,7 @@ def test_each_system_begins_where_the_one_before_it_ended():
 
 
 def test_the_verdict_needs_all_panels_and_all_bounds():
-    """FasterTransformer's bound is of Alpaca's panels too."""
+    """The bound on FasterTransformer covers Alpaca's panels too."""
 
     def verdict(panels, **changes: float) -> bool | None:
         rates = {"vllm": 8.0, "orca_oracle": 4.0, "orca_pow2": 3.0, "orca_max": 1.0,
@@ -125,7 +125,7 @@ def test_the_verdict_needs_all_panels_and_all_bounds():
 
     assert verdict("abcdef")
     assert verdict("ab") is None and verdict("ab", orca_max=0.9) is None
-    assert verdict("abcdef", orca_max=0.9) is False  # 8.9 times
+    assert verdict("abcdef", orca_max=0.9) is False  # vLLM sustains 8.9 times Orca (Max)'s rate
     assert verdict("abcdef", fastertransformer=0.3) is False
 
 
@@ -142,7 +142,7 @@ def test_fig_13_predicts_all_systems_but_the_oracle(tmp_path, capsys):
     assert min(row["sigma"] for row in tried) <= sigma <= max(row["sigma"] for row in tried)
     batches = [row["batch"] for row in rows]
     assert batches == sorted(batches) and batches[0] < batches[-1]
-    assert report["holds"] is None and not report["at_setting"]  # of one panel alone
+    assert report["holds"] is None and not report["at_setting"]  # one panel decides nothing
     assert "(calibrated)" in capsys.readouterr().out
     assert (tmp_path / "figure.png").stat().st_size > 5_000
 
@@ -161,12 +161,13 @@ def test_fig_12_has_the_papers_order(tmp_path):
 
 
 def test_small_blocks_are_recomputed_and_large_ones_swapped():
-    """Fig. 19a: recomputing knows no blocks, and a small block's copies are mostly their starts."""
+    """Fig. 19a: recomputation does not depend on the block size, and copies of small blocks mostly
+    consist of their starts."""
     rows = list(fig19a_swap_or_recompute.measure(SwapFlags(), None))
     assert len({row.recompute_ms for row in rows}) == 1
     swaps = [row.swap_ms for row in rows]
     assert swaps == sorted(swaps, reverse=True)
     assert swaps[-1] < rows[0].recompute_ms < swaps[0]
     slower = fig19a_swap_or_recompute.overhead(256, 1, copy_knob=1.2)
-    copies_ms = 0.2 * 4e-3 * 2 * 2 * 40 * 256  # of keys and values, out and in, of 40 layers
+    copies_ms = 0.2 * 4e-3 * 2 * 2 * 40 * 256  # keys and values, out and in, of 40 layers
     assert slower.swap_ms - swaps[0] == pytest.approx(copies_ms)

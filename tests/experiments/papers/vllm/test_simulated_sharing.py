@@ -25,8 +25,8 @@ CASE = Case("13b", "alpaca", "vllm", 6.0, 0.8, 5.0)
 
 
 def distinct_tokens(parents) -> list[int]:
-    """Output tokens that the live beams hold after each step: what sharing depends on."""
-    lines, found = [frozenset[tuple[int, int]]()], [0]  # each beam as its tokens, by step and place
+    """Number of output tokens that live beams hold after each step, on which sharing depends."""
+    lines, found = [frozenset[tuple[int, int]]()], [0]  # each beam as its tokens, by step and index
     for step, of_step in enumerate(parents):
         lines = [lines[parent] | {(step, i)} for i, parent in enumerate(of_step)]
         found.append(len(frozenset.union(*lines)))

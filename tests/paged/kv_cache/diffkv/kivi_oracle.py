@@ -9,15 +9,21 @@ def _float16_not_above(x: float) -> np.float16:
 
 
 def stored(x: np.ndarray, bits: int) -> np.ndarray:
-    """What numbers [n] that share a scale and a zero point become."""
+    """Numbers [n] with a common scale and zero point, rounded to `bits`."""
     zero = float(_float16_not_above(x.min()))
     step = -float(_float16_not_above(-(x.max() - zero) / (2**bits - 1)))
     return zero + step * np.round((x - zero) / step) if step else np.full_like(x, zero)
 
 
 def kivi_attention(q, k, v, prompt: int, rest: int, group: int, bits: tuple[int, int], parts: int):
-    """Attention [n, G, D] of queries [n, G, D] over keys and values [n, D], of which the first
-    `prompt` are there at once. bits: of keys, and of values. parts: of a token's values."""
+    """Attention [n, G, D] of queries [n, G, D] over keys and values [n, D].
+
+    prompt: number of prompt tokens, whose queries read keys and values that are not rounded.
+    rest: last tokens, which queries of generated tokens read without rounding.
+    group: tokens that share the scale of a key channel.
+    bits: (of keys, of values).
+    parts: parts of a token's value, each with its own scale.
+    """
     n, G, D = q.shape
     low_k, low_v, outs = k.copy(), v.copy(), np.zeros((n, G, D))
     for first in range(0, n // group * group, group):

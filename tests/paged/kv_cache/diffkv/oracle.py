@@ -1,11 +1,11 @@
-"""DiffKV's policy as its paper prints it (§4), one head of one sequence, in loops and float64."""
+"""DiffKV's policy as its paper prints it (§4), for one head of a sequence, in loops and float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-# What a key and a value become by being stored.
+# Rounds a key and a value to the format of a page.
 Stored = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -19,10 +19,17 @@ class Token:
 
 @dataclass
 class Head:
-    """alpha: of each precision, the highest first. stores: what each leaves of a token. prompt,
-    generation: 'paper' or 'repository', or with a budget, up to 1 as a share of the tokens, 'h2o'
-    or 'snapkv', and 'h2o' or 'keep'. streaming: the sink and the last tokens of a head that
-    streams, whose scores mean nothing."""
+    """A head of a sequence.
+
+    alpha: threshold of each precision, the highest precision first.
+    window: last tokens, which stay in the highest precision.
+    stores: rounding of a token's key and value in each precision.
+    prompt: rule for prompts: 'paper' or 'repository'; with a budget, 'paper', 'h2o' or 'snapkv'.
+    generation: rule for generated tokens: 'paper' or 'repository'; with a budget, 'h2o' or 'keep'.
+    budget: tokens that the head keeps, as a share of all tokens if it is at most 1; 0 without one.
+    streaming: (sink, last tokens) that a streaming head keeps; its scores mean nothing.
+    kept: tokens of each precision.
+    """
 
     alpha: tuple[float, ...]
     window: int
@@ -37,7 +44,7 @@ class Head:
         self.kept = [[] for _ in self.stores]
 
     def take_prompt(self, q, k, v) -> np.ndarray:
-        """Attention [n, G, D] of queries [n, G, D]."""
+        """Store a prompt. Return the attention [n, G, D] of its queries [n, G, D]."""
         n, G, D = q.shape
         probs = np.zeros((n, G, n))
         for i in range(n):
@@ -93,7 +100,7 @@ class Head:
         return int(np.ceil(self.budget * n if self.budget <= 1 else self.budget))
 
     def take_token(self, position: int, q, k, v) -> np.ndarray:
-        """Attention [G, D] of the query [G, D] of a generated token."""
+        """Store a generated token. Return the attention [G, D] of its query [G, D]."""
         N, self.now = position + 1, position
         if self.streaming:
             sink, local = self.streaming
@@ -125,7 +132,7 @@ class Head:
         return token.score / later
 
     def _level(self, mean: float, thresholds: list[float]) -> int | None:
-        """The highest precision whose threshold it reaches; None if it is dropped."""
+        """The highest precision whose threshold `mean` reaches; None drops the token."""
         return next((i for i, least in enumerate(thresholds) if mean >= least), None)
 
     def _down(self, token: Token, level: int) -> None:
@@ -133,7 +140,7 @@ class Head:
         self.kept[level].append(token)
 
     def _algorithm_1(self, thresholds: list[float]) -> None:
-        """Lines 5 to 19. The candidate leaves the window, where it was in the highest precision."""
+        """Lines 5 to 19. The candidate, in the highest precision until now, leaves the window."""
         leaving = [t for t in self.kept[0] if self._age(t) == self.window]
         if not leaving:
             return
@@ -155,7 +162,7 @@ class Head:
             self._down(victim, lower)
 
     def _evict(self, most: int, recent: int) -> None:
-        """H2O: the least of all accumulated scores goes, if there is no room for the new token."""
+        """H2O: if the new token has no room, drop the old token with the lowest summed score."""
         old = [t for t in self.kept[0] if self._age(t) >= recent]
         if old and len(self.kept[0]) >= most:
             self.kept[0].remove(min(old, key=lambda t: t.score))

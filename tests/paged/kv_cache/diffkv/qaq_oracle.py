@@ -1,4 +1,4 @@
-"""QAQ's tokens in loops and float64: few bits, and outliers as they are."""
+"""QAQ's stored tokens in loops and float64: few bits, and outliers in 16 bits."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tests.paged.kv_cache.diffkv.kivi_oracle import stored
 
 
 def stored_with_outliers(x: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """What a token's numbers [D], `count` of them outliers, become."""
+    """A token's numbers [D], rounded to `bits`, except for `count` outliers."""
     x = x.astype(np.float32).astype(np.float64)
     median = np.median(x)
     farthest = sorted(range(len(x)), key=lambda channel: -abs(x[channel] - median))[:count]

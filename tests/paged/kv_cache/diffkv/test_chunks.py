@@ -1,4 +1,4 @@
-"""Prompts in chunks keep what whole ones keep, bit for bit."""
+"""Chunked prompts keep the same tokens as whole prompts, bit for bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,13 +15,13 @@ from tests.sweeps import swept
 TILE = 8
 LENGTHS, PROMPTS = (45, 34), [41, 30]
 WHOLE: list[Chunks] = [[(0, 41), (1, 30)]]
-# One ends in the step in which the other begins.
+# The first prompt ends in the step in which the second begins.
 IN_CHUNKS: list[Chunks] = [[(0, 16)], [(0, 16)], [(0, 9), (1, 16)], [(1, 14)]]
 TOKENS: list[Chunks] = [[(0, 1), (1, 1)]] * 4
 
 
 def run(name: str, steps: list[Chunks], num_tokens: int) -> tuple[list, list[np.ndarray]]:
-    """What heads keep after each step of tokens; the attention of each sequence."""
+    """(tokens that heads keep after each decode step, attention of each sequence)."""
     preset = PRESETS[name]
     preset = replace(preset, options=preset.options | {"prompt_tile": TILE})
     config = preset.engine_config(
@@ -57,9 +57,9 @@ def test_chunks_leave_what_whole_prompts_leave(name):
     [
         (20, 0, 30, False, [(5, 16)], True),
         (20, 16, 20, True, [(5, 20)], False),
-        (20, 0, 17, True, [(5, 17)], True),  # it goes whole beside another's chunks
-        (20, 0, 30, True, [], True),  # its chunks would need the stage as well
-        (16, 0, 17, False, [(5, 8)], True),  # or its last token would be alone
+        (20, 0, 17, True, [(5, 17)], True),  # the prompt runs whole beside another's chunks
+        (20, 0, 30, True, [], True),  # another's chunks use the stage
+        (16, 0, 17, False, [(5, 8)], True),  # 16 tokens would leave the last one alone
         (7, 0, 30, False, [], False),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the policy keeps, against the paper's algorithm in loops, and attention over it."""
+"""Tokens that DiffKV keeps, and attention over them, against the paper's algorithm in loops."""
 
 from functools import partial
 from typing import Any
@@ -50,8 +50,8 @@ def stored(name: str, outliers: int = 0):
 
 PAPER, THREE = ("paper", "paper"), ("auto", "K8V8", "K4V4")
 WHOLE, H2O = ("auto", "auto"), ("h2o", "h2o")
-# A head of each layer, not the same one, keeps a sink and its last tokens, beside heads that keep
-# what their rules say.
+# Another head of each layer streams, and keeps a sink and its last tokens. The other heads keep
+# tokens by their rules.
 GATES = {"gates": ((0.1, 0.9), (0.9, 0.2))}
 SLOW, SWEEP = {"marks": pytest.mark.slow}, {"marks": pytest.mark.sweep}
 
@@ -77,8 +77,9 @@ SLOW, SWEEP = {"marks": pytest.mark.slow}, {"marks": pytest.mark.sweep}
     ],
 )  # fmt: skip
 def test_what_is_kept_and_attended_to_is_the_oracles(rules, formats, alpha, options):
-    """Two prompts, one shorter than the window, and tokens one by one; outputs at each step, and in
-    the end each head's tokens by precision, with their scores."""
+    """Two prompts, one shorter than the window, and then decode steps. The test compares the
+    attention of all steps and, after the last step, each head's tokens of each precision with their
+    scores."""
     budget, outliers = options.get("budget", 0.0), options.get("outliers", 0)
     gates = options.get("gates", ())
     options = options | dict(window=5, prompt_rule=rules[0], generation_rule=rules[1])
@@ -140,8 +141,8 @@ MEANS = st.sampled_from([0.0, 0.03, 0.03125, 0.1, 0.125, 0.5, compression.NOBODY
 @settings(max_examples=80, deadline=None)
 @given(means=st.lists(MEANS, min_size=3, max_size=4), rule=st.sampled_from(["paper", "repository"]))
 def test_decisions_are_those_of_the_printed_algorithm(means, rule):
-    """Over tokens that have just these scores, in two or three precisions: who leaves each of them
-    and who comes. Thresholds are 1/8, 1/16 of three alone, and 1/32."""
+    """For tokens with the mean scores `means`, a decision names the token that leaves and the token
+    that enters each precision. The thresholds are 1/8 and 1/32, or 1/8, 1/16 and 1/32."""
     alpha = (1.0, 0.25) if len(means) == 3 else (1.0, 0.5, 0.25)
     found = Found(jnp.array([7, 8, 9, 10][: len(means)]), jnp.array(means, jnp.float32))
     decision = Rules(window=4, generation=rule).decide(found, 7, jnp.array(alpha))

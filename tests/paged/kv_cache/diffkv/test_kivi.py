@@ -1,4 +1,4 @@
-"""KIVI's tokens and attention against a loop in NumPy, and what its pages take."""
+"""KIVI's tokens and attention against a loop in NumPy, and the sizes of its pages."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ def config_of(options, **changes) -> EngineConfig:
     ],
 )
 def test_attention_is_that_of_a_loop(low, group, rest, parts, dim):
-    """Prompts that end in a group and with one, shorter than the rest too, and tokens one by one
-    until each place of the rest has had two more."""
+    """Prompts that end within a group, at the end of a group, and within the rest. In the first two
+    sequences, decode steps then write each place of the rest twice."""
     model = TINY.replace(num_layers=L, num_heads=H, num_kv_heads=K, head_dim=dim)
     options = {"high": "auto", "low": low, "window": rest, "key_group": group, "groups": parts}
     config = config_of(options)
     rng, prompts = np.random.default_rng(7), [rest + 2 * group - 3, 3, 2 * rest]
     lengths = [prompts[0] + 2 * rest + 1, 3 + 2 * rest, 2 * rest + 4]
-    # A few channels are large, as those of real keys are.
+    # A few channels are large, as in real keys.
     large = np.where(np.arange(dim) % 7 == 3, 6.0, 1.0)
     qkv = [
         [
@@ -76,7 +76,7 @@ def test_attention_is_that_of_a_loop(low, group, rest, parts, dim):
         for layer, head in np.ndindex(L, K):
             q, k, v = (x[layer].reshape(n, K, -1, dim)[:, head] for x in qkv[slot])
             expected = kivi_attention(q, k[:, 0], v[:, 0], prompt, rest, group, bits, parts)
-            # A scale at the edge of two 16-bit floats may be stored as either: one here is.
+            # A scale very near to a 16-bit float may round to it or to the next, and one here does.
             np.testing.assert_allclose(ours[layer, :, head], expected, atol=5e-4)
             high, lower = state.heads[slot][layer * K + head]
             assert sorted(high.positions) == list(range(n - rest, n))
@@ -84,8 +84,9 @@ def test_attention_is_that_of_a_loop(low, group, rest, parts, dim):
 
 
 def test_a_page_has_the_bytes_of_codes_and_scales_alone():
-    """Head dim 128: 64 bytes of codes, 16 of the keys' scales and 16 of the values', beside 512 of
-    16 bits. 12 of these take the page of 64."""
+    """With head dim 128, a token of 2 bits takes 64 bytes of codes, 16 of key scales and 16 of
+    value scales. A token of 16 bits takes 512 bytes. A page holds 64 tokens of 2 bits or 12 tokens
+    of 16 bits."""
     options = Options(high="K16V16", low="K2V2", key_group=32, groups=4, window=128, **KIVI)
     high, low = options.formats(12, 128, "float16")
     assert (high.token_bytes, low.token_bytes) == (512, 64 + 16 + 16)
@@ -96,7 +97,7 @@ def test_a_page_has_the_bytes_of_codes_and_scales_alone():
         kv_cache_tokens=4000,
     )  # fmt: skip
     layout = layout_of(config, model)
-    # 11 pages of the rest and 14 of the 896 tokens before it, in each of four heads.
+    # Each of four heads has 11 pages of the rest and 14 of the 896 tokens before it.
     assert int(layout.worst(1024)) == layout.max_pages == 4 * (11 + 14)
     assert layout.table_width == 25
     assert layout.worst(100) == 4 * 9

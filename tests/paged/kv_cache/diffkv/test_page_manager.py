@@ -1,4 +1,4 @@
-"""The manager of pages on the device against a naive one, page by page, over random operations."""
+"""The page manager on the device against a naive one, page by page, under random operations."""
 
 from collections import deque
 from dataclasses import replace
@@ -18,7 +18,7 @@ Counts = list[list[list[int]]]  # by row, head and precision
 
 
 class Twin:
-    """Lists and loops: a head's pages of each precision, and the free ones in order."""
+    """A naive manager: lists of each head's pages by precision, and the free pages in order."""
 
     def __init__(self, num_pages: int, levels: int):
         self.free = deque(range(num_pages))
@@ -40,7 +40,7 @@ class Twin:
                 self.free.extend(held)
 
     def grow(self, slots: list[int], needs: list[list[int]]) -> None:
-        """needs: 0 for no page, or one more than the precision."""
+        """needs: by head, 0 for no page, or 1 plus the precision of the new page."""
         for slot, row in zip(slots, needs):
             for head, need in enumerate(row):
                 if need:
@@ -59,14 +59,14 @@ def run(name: str, pages, *arguments):
 
 
 class Manager(RuleBasedStateMachine):
-    """Two precisions, whose pages share a table."""
+    """A page manager of two precisions, whose pages share a table."""
 
     levels, single = 2, 0
 
     @initialize(num_pages=st.integers(1, SLOTS * HEADS * WIDTH))
     def begin(self, num_pages):
         self.twin, self.planned = Twin(num_pages, self.levels), [True] * SLOTS
-        # One size for all, so that one program serves: the pages beyond are never free.
+        # One size of arrays, so that one program serves. Pages beyond `num_pages` are never free.
         most, width = SLOTS * HEADS * WIDTH, self.single + WIDTH
         self.pages = page_manager.init(most, SLOTS, HEADS, width, self.levels, self.single)
         self.pages = replace(self.pages, free=self.pages.free - (most - num_pages))
@@ -76,12 +76,12 @@ class Manager(RuleBasedStateMachine):
         return [s for s in range(SLOTS) if not any(map(any, self.twin.pages[s]))]
 
     def _room(self, held: list[int]) -> list[int]:
-        """Pages of each precision that a head's tables still have room for."""
+        """The number of pages of each precision that a head's tables have room for."""
         shared = WIDTH - sum(held[-2:])
         return [self.single - held[0]] * (self.levels == 3) + [shared, shared]
 
     def _drawn(self, data, most: int) -> list[int]:
-        """Counts of pages that fit a head's tables, `most` of all together."""
+        """Counts of pages by precision that fit a head's tables, at most `most` together."""
         counts = [0] * self.levels
         for level in data.draw(st.permutations(range(self.levels))):
             room = min(self._room(counts)[level], most - sum(counts))
@@ -89,7 +89,7 @@ class Manager(RuleBasedStateMachine):
         return counts
 
     def _do(self, name: str, slots: list[int], *arguments) -> None:
-        """Rows that are none come anywhere: before, between or after the others."""
+        """Run an operation of the manager. Rows of padding come before the rows of `slots`."""
         padded = np.full(ROWS, SLOTS, np.int32)
         padded[ROWS - len(slots) :] = slots
         rest = []
@@ -157,7 +157,8 @@ class Manager(RuleBasedStateMachine):
         for slot in range(SLOTS):
             for head in range(HEADS):
                 table, ours = pages.tables[slot, head], twin.pages[slot][head]
-                # One alone, one from the left end of the rest, and one from the right end.
+                # The first of three precisions has columns of its own. The last two precisions
+                # share the other columns, from the left end and from the right end.
                 parts = [table[: self.single]] * (self.levels == 3)
                 parts += [table[self.single :], table[::-1]]
                 for part, count, expected in zip(parts, pages.held[slot, head], ours, strict=True):
@@ -189,4 +190,4 @@ def test_the_list_wraps_around_and_runs_out():
         pages = run("release", pages, jnp.array([slot]))
         assert pages.free.item() == 6
         assert sorted(pages.free_list.tolist()) == list(range(6))
-    assert pages.start.item() == 0  # six taken four times: once around each time
+    assert pages.start.item() == 0  # six pages are taken four times: a round each time

@@ -1,4 +1,4 @@
-"""Prefixes that are pinned go on as prompts in chunks do, to the same bits."""
+"""A prompt that goes on from a pinned prefix computes the same bits as a prompt in chunks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,7 @@ def contents(outputs: list[RequestOutput]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", swept(DIFFKV, 1))
 def test_who_goes_on_from_a_pin_has_the_tokens_and_log_probabilities_of_who_does_not(name):
-    """Beside each other, where steps are as they fall, and alone."""
+    """The requests run alone and then together. Together, only their tokens must be equal."""
     requests, hows = asked()
     engine = padded(Engine.from_model(random_params(), TINY, config_of(name)))
     plain = [engine.generate([p], h)[0] for p, h in zip(requests, hows, strict=True)]
@@ -76,14 +76,14 @@ def test_who_goes_on_from_a_pin_has_the_tokens_and_log_probabilities_of_who_does
             assert [[s.tokens for s in o.sequences] for o in found] == [
                 [s.tokens for s in o.sequences] for o in plain
             ]
-        # Whole tiles; not of prompts whose log-probabilities are asked for, nor of shorter ones.
+        # Requests with prompt log-probabilities do not use a pin, nor do prompts that part from it.
         cached = [output.cached_tokens > 0 for output in found]
         assert cached == [True, True, True, False, True, True, False, False]
     engine.host_policy.check()
 
 
 def test_others_of_a_group_leave_the_stage_to_the_first():
-    """Known output that is prefilled may begin with a pin where the first sequence's does not."""
+    """Prefilled output of a later sequence may begin with a pin although the first's does not."""
     preset = Preset("diffkv", AS_THEY_ARE | {"prompt_tile": TILE, "pins": 1})
     config = preset.engine_config(TINY, chunked_prefill=True, max_num_batched_tokens=24)
     engine = Engine(TINY, config, SimulatedExecutor(vocab_size=61))
@@ -99,7 +99,7 @@ def test_others_of_a_group_leave_the_stage_to_the_first():
 
 
 def test_only_the_like_share_a_pin(tmp_path: Path):
-    """Requests of its salt and adapter."""
+    """A pin serves only requests with its salt and adapter."""
     config = config_of(adapter_slots=2, max_adapter_rank=16)
     engine = Engine(TINY, config, SimulatedExecutor(vocab_size=61))
     engine.add_adapter("a", random_adapters.write(tmp_path / "a", TINY, 0, rank=4))
@@ -159,10 +159,10 @@ def test_pins_need_chunks_and_take_room():
 
 @pytest.mark.parametrize(("in_chunks", "row", "takes"), [
     (False, None, True),
-    (True, None, False),  # the stage is another's
-    (False, (1, 10, 0, 16), False),  # another goes on from a pin, and ends
-    (False, (1, 10, 0, 0), True),  # another comes whole
-    (False, (1, 30, 0, 0), False),  # another begins, and stays
+    (True, None, False),  # another prompt uses the stage
+    (False, (1, 10, 0, 16), False),  # another prompt goes on from a pin, and ends
+    (False, (1, 10, 0, 0), True),  # another prompt runs whole
+    (False, (1, 30, 0, 0), False),  # another prompt begins, and goes on in later steps
 ])  # fmt: skip
 def test_one_prompt_a_step_goes_on(in_chunks, row, takes):
     room = PrefillRoom(config_of(), 20, in_chunks)
@@ -179,7 +179,7 @@ def test_the_chunks_of_a_pin_end_where_others_go_on():
 
 @pytest.mark.slow
 def test_what_is_not_finite_does_not_stay_in_the_stage():
-    """A prompt that ended with an error leaves nothing behind for the next one in chunks."""
+    """A prompt that ends with an error leaves nothing in the stage for the next chunked prompt."""
     params = random_params()
     poisoned = params | {"embed": params["embed"].at[60].set(np.nan)}
     engine = padded(Engine.from_model(poisoned, TINY, config_of()))

@@ -1,4 +1,4 @@
-"""What DiffKV's policy keeps, bounds and refuses. The suite of all policies runs it too."""
+"""DiffKV's policy: its pages, bounds and refusals. The suite of all policies runs it too."""
 
 import functools
 import itertools
@@ -36,8 +36,8 @@ THREE = replace(CASE, config=CASE.config | {"policy_options": DIFFKV_THREE_OPTIO
 
 
 def check_pages(engine: Engine) -> None:
-    """Every page is free or one head's, and heads have as many as their tokens fill and no more
-    than the host half reckons with. No token is there twice."""
+    """Check that each page is free or belongs to one head. A head has as many pages as its tokens
+    fill and no token twice, and a slot has no more pages than the bound of the host half."""
     layout, slots = engine.host_policy.layout, engine.scheduler.slots
     (state,) = engine.executor.snapshot()  # type: ignore[attr-defined]
     owned = list(state.free)
@@ -51,7 +51,7 @@ def check_pages(engine: Engine) -> None:
             positions = [position for section in sections for position in section.positions]
             assert len(set(positions)) == len(positions)
             if slots.active[slot] and positions and not slots.held[slot]:
-                # The newest tokens are all there, in the highest precision.
+                # All tokens of the window are there, in the highest precision.
                 computed = int(slots.computed[slot])
                 window = range(max(0, computed - CASE.config["policy_options"].window), computed)
                 assert set(window) <= set(sections[0].positions)
@@ -73,7 +73,7 @@ def test_pages_are_a_partition_through_forks_swaps_and_ends(tiny_params, case, m
     assert sum(step.swapped_out for step in steps) == sum(step.swapped_in for step in steps) > 0
     kinds = {name for e in engine.events if e["event"] == "schedule" for name in e["moves"]}
     assert {"exports", "slot_imports", "imports", "slot_copies", "after", "released"} <= kinds
-    if case is THREE:  # the shared suite says so of two precisions
+    if case is THREE:  # the shared suite tests this for two precisions
         assert all(tokens == bench.alone(case, asked[name]) for name, tokens in ended.items())
         engine = bench.engine(case, run_ahead=True)
         names = [engine.add_request(list(r.prompt), r.how) for r in CROWD]
@@ -102,7 +102,7 @@ def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(
 
 @pytest.mark.slow
 def test_selected_pages_that_are_kept_whole_are_lserves(bench):
-    """Where nothing is compressed, pages are those of LServe without streaming heads."""
+    """Without compression, the selected pages are those of LServe without streaming heads."""
     lserve_options = lserve.Options(budget=12, reuse=1, logical_page=2)
     dense = np.zeros((TINY.num_layers, TINY.num_kv_heads), bool)
     options = replace(DIFFKV_EXACT_OPTIONS, read_pages=3, logical_page=2)
@@ -112,7 +112,7 @@ def test_selected_pages_that_are_kept_whole_are_lserves(bench):
         oracle=functools.partial(masked_attend, TINY, lserve_options, dense, 4),
         config=CASE.config | {"policy_options": options, "kv_cache_tokens": 200},
     )
-    selecting = Bench(bench.params)  # its programs have other options than the case of that name
+    selecting = Bench(bench.params)  # `bench` may hold another case of this name
     for request in (r for r in CATALOGUE if r.how.max_tokens in (25, 60)):
         (tokens,) = selecting.alone(case, request)
         bench.check_oracle(case, list(request.prompt), tokens)
@@ -155,7 +155,7 @@ def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, options):
     [({"low": "K4V4"}, (6, 8)), ({"top": "auto", "high": "K8V8", "low": "K4V4"}, (6, 12, 16))],
 )
 def test_a_report_tells_what_tokens_to_come_can_take(options, sizes):
-    """Against all ways in which so many tokens may be of each precision."""
+    """The needs in a report are the most over all splits of new tokens into precisions."""
     config = CASE.engine_config(policy_options=options, page_size=6, multi_step=3)
     policy = diffkv.device(config, ShardedModel.split(TINY))
     layout, levels = policy.layout, policy.layout.levels
@@ -180,7 +180,8 @@ def test_a_report_tells_what_tokens_to_come_can_take(options, sizes):
 
 
 def test_a_page_is_as_large_as_the_paper_says():
-    """Llama-3-8B's heads; 32 tokens of K8V4, or 59 of K4V2 with sections at 16 bytes."""
+    """With the heads of Llama-3-8B, a page holds 32 tokens of K8V4, or 59 tokens of K4V2. Sections
+    begin at multiples of 16 bytes."""
     model = ShardedModel.split(
         TINY.replace(num_heads=32, num_kv_heads=8, head_dim=128), 2, "bfloat16"
     )
@@ -195,7 +196,7 @@ def test_a_page_is_as_large_as_the_paper_says():
 
 
 def test_bounds_are_of_the_shard_with_the_fewest_streaming_heads():
-    """Of three heads that stream among eight, one shard has one and the other has two."""
+    """Three of eight heads stream: one head of the first shard, two of the second."""
     model = TINY.replace(num_layers=2, num_heads=4, num_kv_heads=4)
     gates = ((0.1, 0.9, 0.9, 0.2), (0.9, 0.9, 0.9, 0.3))
     options = {"gates": gates, "streaming_share": 3 / 8, "sink": 4, "local": 6, "high": "auto"}
@@ -204,7 +205,7 @@ def test_bounds_are_of_the_shard_with_the_fewest_streaming_heads():
     assert layout.streaming is not None
     assert layout.streaming.by_shard == ((True, False, False, False), (False, True, False, True))
     assert layout.formats[0].tokens == 4
-    # A dense head takes a page more for its second precision, a streaming one its window's.
+    # A dense head takes a page more for its second precision, a streaming head at most three pages.
     assert [int(layout.worst(n)) for n in (0, 1, 9, 40)] == [0, 3 * 2 + 1, 3 * 4 + 3, 3 * 11 + 3]
     assert layout.uncompressed(np.array([3, 40])).tolist() == [[12, 0], [130, 0]]
 

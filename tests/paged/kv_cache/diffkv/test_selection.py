@@ -1,4 +1,4 @@
-"""Which pages a token reads of two or three precisions, against NumPy, and attention over them."""
+"""Pages of two or three precisions that a token reads, and attention over them, against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from tests.sweeps import swept
 
 R, G, D, N, WIDTH = 3, 2, 8, 60, 12
 TOP = TopPages(count=4, logical=3)
-# Pages that rows hold of each precision: many, as many as are read, and many of a row that streams.
+# Pages of each precision by row: many, as many as are read, and many of a streaming row.
 PAGES: dict[int, list[tuple[int, ...]]] = {
     2: [(6, 3), (3, 1), (5, 4)],
     3: [(3, 4, 3), (2, 1, 1), (4, 2, 3)],
@@ -33,9 +33,11 @@ def formats_of(levels: int) -> tuple[PageFormat, ...]:
 
 
 class Pool:
-    """Rows of pages with random tokens, written by the policy's own functions, and what NumPy knows
-    of them: pages by row and precision, and of each page all keys that it ever had, by logical
-    page."""
+    """Pages with random tokens, written by the policy's own functions, and a record of them.
+
+    pages: pages by row and precision.
+    had: all keys that a page ever had, by page and logical page.
+    """
 
     def __init__(self, levels: int, rng: np.random.Generator):
         self.formats = formats_of(levels)
@@ -44,7 +46,7 @@ class Pool:
         self.tables = rng.permutation(N)[: R * (WIDTH + single)].reshape(R, -1)
         self.words = jnp.zeros((N, self.formats[0].words), jnp.uint32)
         C = TOP.logical_pages(self.formats)
-        self.extremes = jnp.full((N, C * 2 * D), 7.0, jnp.float32)  # of former owners
+        self.extremes = jnp.full((N, C * 2 * D), 7.0, jnp.float32)  # left by former owners
         self.had: dict[int, list[list[np.ndarray]]] = {}
         self.pages: list[list[list[int]]] = []
         self.counts = np.zeros((R, levels), np.int32)
@@ -60,9 +62,9 @@ class Pool:
         self.pages[row].append(ids.tolist())
         self.counts[row, level] = n
         keys = rng.normal(size=(n, D)).astype(np.float32)
-        order = rng.permutation(n)  # of a ring, tokens do not come in the order of their places
+        order = rng.permutation(n)  # tokens of a ring are not in the order of their places
         self._write(format, ids[order // P], order % P, keys[order], True)
-        again = rng.permutation(n)[: n // 4 + 1]  # whose places other tokens take
+        again = rng.permutation(n)[: n // 4 + 1]  # tokens whose places others take
         keys[again] = rng.normal(size=(len(again), D))
         self._write(format, ids[again // P], again % P, keys[again], False)
 
@@ -103,14 +105,14 @@ def test_pages_are_read_by_their_extremes(levels):
 
 
 def _score(q, by_logical: list[list[np.ndarray]]) -> float:
-    """LServe's eq. 2, of all query heads and logical pages the largest."""
+    """The largest value of LServe's eq. 2 over all query heads and logical pages."""
     boxes = [(np.max(keys, 0), np.min(keys, 0)) for keys in by_logical if keys]
     return max(np.maximum(q * high, q * low).sum(1).max() for high, low in boxes)
 
 
 def _check_row(pool: Pool, row: int, q, chosen, out, of_held) -> None:
-    """Attention [G, D] is over the tokens of the chosen pages, whose scores lie where the pages are
-    held."""
+    """Check that attention `out` [G, D] is over the tokens of the chosen pages, and that `of_held`
+    has their scores at the places of these pages."""
     logits, values = [], []
     for level, format in enumerate(pool.formats):
         count, P = int(pool.counts[row, level]), format.tokens

@@ -1,5 +1,4 @@
-"""What simulated DiffKV holds: recorded shares replayed, budgets by formula; against plain counts
-and the real policy's reports."""
+"""Tokens that simulated DiffKV keeps, by recorded shares or by budgets, against plain counts."""
 
 import json
 
@@ -16,7 +15,7 @@ from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
 
-# Two layers of two heads: one keeps all in high precision, one three quarters in low, one a half.
+# Shares of tokens that each head of two layers keeps in high and in low precision.
 SHARES = np.array([[[1.0, 0.0], [0.25, 0.75]], [[0.25, 0.25], [0.0, 0.5]]])
 LENGTHS = [128, 256]
 WINDOW = 64
@@ -60,7 +59,7 @@ def kept(device, slots: list[int]) -> list[list[int]]:
 def test_recorded_heads_are_dealt_out_by_depth_and_in_turn(tmp_path):
     device = simulated(BIG, recorded(tmp_path), alpha_l=0.02)
     device.compute(np.array([1]), np.array([192]), np.array([True]))
-    # Six layers of three heads: nine take turns in the first recorded layer, nine in the second.
+    # Nine of the 18 heads take turns in the first recorded layer, nine in the second.
     heads = [[(number // 9, number % 2) for number in range(18)]]
     of_each = [[64 + int(128 * SHARES[head][0]), int(128 * SHARES[head][1])] for head in heads[0]]
     assert kept(device, [1]) == [np.sum(of_each, axis=0).tolist()]
@@ -78,7 +77,7 @@ def test_what_is_generated_grows_by_at_most_a_token_and_a_page_that_was_foretold
         assert now["held"][0, 0] <= before["held"][0, 0] + before["needs"][0, 0, 0]
         assert now["kept"].sum() <= before["kept"].sum() + 18
         before = now
-    # Above the longest recorded length shares are those of the longest.
+    # Lengths above the longest recorded length have its shares.
     longest = [64 + 192 * SHARES[head] for head in ((0, 0), (0, 1), (1, 0), (1, 1))]
     total = [each[0] + 192 * s[1] for each, s in zip(longest, SHARES.reshape(4, 2))]
     expected = np.mean(total) / 256 * 899 * 18

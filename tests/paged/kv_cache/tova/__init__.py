@@ -20,7 +20,7 @@ from .device import TovaDevice
 
 __all__ = ["TOVA", "Options"]
 
-# Places are written again, so blocks are never shared.
+# Tokens overwrite places of other tokens, so sequences never share blocks.
 CAPABILITIES = Capabilities(swap=True, recompute=True)
 
 

@@ -86,7 +86,8 @@ class TovaDevice(VLLMDevice):
 
 
 def ranks(weights_TxK, rows_T, query_starts) -> jax.Array:
-    """[T, K] how many tokens of its prompt have a larger weight, or an equal one and come first."""
+    """[T, K] rank of each token in its prompt by weight, the largest first. Of equal weights, the
+    earlier token comes first."""
 
     def of_head(weights_T):
         order = jnp.lexsort((-weights_T, rows_T))
