@@ -1,4 +1,4 @@
-"""Accuracy of several systems on the same prompts, each paired with the first one.
+"""Accuracy of several systems on the same prompts, each system paired with the first.
 
 A system is an engine configuration. Systems are scored as in `experiments.evaluate`: by right
 answers, by the log-probability of the reference answers, and by the divergence of the system's
@@ -50,7 +50,7 @@ QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
 JUDGE = {
     "model": "judge", "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,),
 }  # fmt: skip
-# (flags, rows) -> further pairs of systems to compare, besides each system with the first.
+# (flags, rows) -> pairs (system, reference) to compare besides the pairs with the first system.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 
 
@@ -67,7 +67,7 @@ class AccuracyFlags(ModelFlags):
         (), "files of problems, up to the longest of --contexts, in place of --tasks"
     )
     match: str = flag("exact", "how answers of --problems are scored", choices=tuple(MATCHES))
-    output_tokens: int = flag(128, "of an answer to --problems that does not say", least=1)
+    output_tokens: int = flag(128, "output tokens for --problems whose file has no number", least=1)
 
     @property
     def longest(self) -> int:
@@ -171,7 +171,7 @@ def whole_prompts(flags: AccuracyFlags) -> dict[str, Any]:
 
 
 def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
-    """The prompts, by task and context. Raises ValueError if one does not fit, or if a system
+    """The prompts, by task and context. Raises ValueError if a prompt does not fit, or if a system
     cannot run the model."""
     model = checkpoint.load_config(flags.model)
     for config in systems.values():
@@ -192,8 +192,8 @@ def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
 def answered[F: AccuracyFlags](
     flags: F, run: Run, make: Callable[[F], Systems]
 ) -> Iterator[tuple[str, Evaluation]]:
-    """The answers of each system of `make`, in order. Kept answers are reused. Ends early when the
-    run is stopped."""
+    """Yields (system, answers) for each system of `make`, in order. Kept answers are reused. Ends
+    early when the run is stopped."""
     systems = make(flags)
     problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
     how = flags.dtype, flags.seed, flags.attention_implementation, flags.match
@@ -277,7 +277,7 @@ def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
 def draw_measures(
     figure: Figure, lines: Mapping[str, Mapping[int, Row]], xlabel: str, legend: str
 ) -> None:
-    """All MEASURES side by side, over x. lines: label -> {x: row}."""
+    """Draw all MEASURES side by side, over x. lines: label -> {x: row}."""
     for axes, measure in zip(figure.subplots(1, len(MEASURES)), MEASURES):
         for name, points in lines.items():
             draw_line(axes, list(points), list(points.values()), measure, label=name)
@@ -290,7 +290,7 @@ def draw_line(
     axes: Axes, x: Sequence[float], rows: Sequence[Row], measure: str, reference: str = "dense",
     **style: Any,
 ) -> None:  # fmt: skip
-    """The rows' `measure`, of MEASURES, over x with its interval. reference: the first system."""
+    """Draw a measure of MEASURES over x, with its interval. reference: name of the first system."""
     low, high, label = MEASURES[measure]
     lower, middle, upper = (
         np.array([getattr(row, name) for row in rows]) for name in (low, measure, high)

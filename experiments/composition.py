@@ -5,15 +5,14 @@
 
 A cell serves requests on a small random model with few pages, so that the policy takes effect.
 
-- works: every request gets the tokens that it gets when served alone, under the same policy without
-  the feature. Tokens of sampling and beam search must also have the log-probabilities that the same
-  tokens have as a forced output.
+- works: every request has the same tokens as when served alone, under the same policy without the
+  feature. Tokens of sampling and beam search also have the same log-probabilities as when forced.
 - refused: the engine or a request raises ValueError. The cell keeps its message.
 - idle: the feature never takes effect, e.g. recomputing where nothing is ever preempted.
 - wrong: a check of tokens, log-probabilities, prefix hits or page owners fails.
 
-A feature that changes numerics, as 16-bit keys, is compared with requests served alone with that
-feature. Near ties of logits, within rounding error, are not differences.
+A feature that changes numerics, such as 16-bit keys, is compared with requests served alone with
+that feature. Near ties of logits, within rounding error, are not differences.
 
 XLA's compilations take nearly all of the time. So each step is padded to one of two shapes, and XLA
 does not optimise. The program has two devices, for tensor parallelism. It writes matrix.md beside
@@ -117,7 +116,7 @@ class Bench:
         return CONFIG["kv_cache_tokens"]  # the preset refuses every size
 
     def variant(self, model: ModelConfig | None = None, **changes: Any) -> "Bench":
-        """The same preset with other numerics, whose requests served alone are the reference."""
+        """A bench of the same preset with other numerics; its own `alone` is the reference."""
         return Bench(self.preset, model or self.model, **changes)
 
     def alone(
@@ -221,9 +220,9 @@ def forced_output(bench: Bench) -> None:
 
 
 def preempted(bench: Bench, mode: str) -> None:
-    """Serve twice as many requests as `company`, with one size of memory after another until a
-    request is preempted. Memory holds three, two, or one of the longest sequences, or a size
-    halfway between, because a policy may compress enough to hold all requests."""
+    """Serve twice as many requests as `company`, trying sizes of KV memory until a request is
+    preempted, because a policy may compress enough to hold all requests. A size holds three, two or
+    one of the longest sequences, or lies halfway between two of these sizes."""
     asked = PROMPTS * 2
     one, two, three = map(bench.room, (1, 2, 3))
     for kv_cache_tokens in (three, two, one, (two + three) // 2, (one + two) // 2):
@@ -427,8 +426,8 @@ def values(_: CompositionFlags, cells: Sequence[Cell]) -> Values:
 
 
 def markdown(cells: Sequence[Cell], with_reasons: bool = True) -> str:
-    """The matrix: a line for each feature, and a column for each preset; with the reasons of
-    all other cells below it, by number."""
+    """The matrix: a line for each feature, and a column for each preset. with_reasons: whether
+    numbered lines below the matrix give the reasons of cells that do not work."""
     names = list(dict.fromkeys(each.preset for each in cells))
     by_place = {(each.preset, each.feature): each for each in cells}
     notes: dict[str, int] = {}

@@ -19,7 +19,7 @@ from experiments.lib.run_record import plain
 from experiments.lib.typed_flags import Flags, arguments, flag
 
 ABSENT = "nothing"  # shown as the value of a field that an event lacks
-# Array of a step -> axis of the rows.
+# Array of a step -> axis whose indices are the step's rows.
 ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}
 
 
@@ -110,7 +110,7 @@ def _inside(a: Any, b: Any) -> tuple[str, tuple[int, ...], tuple[Any, Any]]:
 
 
 def _row_owner(log: Sequence[Event], number: int, row: int) -> tuple[int | None, str | None]:
-    """Slot and request id of row `row` of the step of event `number`."""
+    """(slot, request id) of a row in the step of event `number`; None for an unknown value."""
     owners: dict[int, str] = {}
     for event in log[: number + 1]:
         if event["event"] == "admit":

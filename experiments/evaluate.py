@@ -48,7 +48,7 @@ class EvaluateFlags(ModelFlags):
     num_prompts: int = flag(100, "prompts of each task and context", least=1, most=MOST_PROMPTS)
     problems: tuple[str, ...] = flag((), "files of prompts and answers, instead of our own tasks")
     match: str = flag("exact", "how answers are scored", choices=tuple(files.MATCHES))
-    output_tokens: int = flag(128, "of an answer, where a file does not say", least=1)
+    output_tokens: int = flag(128, "output tokens for problems whose file has no number", least=1)
     compare_with: str = flag("", "prompts.csv of another run, for paired differences")
     engine: EngineConfig = part(EngineConfig())
 
@@ -79,7 +79,7 @@ def settings(
 
 
 def own_problems(pairs: Sequence[tuple[str, int]], prompts: int, seed: int, tokenizer) -> Problems:
-    """`prompts` problems of each (task, context). Raises ValueError if one does not fit."""
+    """`prompts` problems of each (task, context). Raises ValueError if a problem does not fit."""
     return {
         (task, context): tasks.make_prompts(task, context, prompts, seed, tokenizer)
         for task, context in pairs

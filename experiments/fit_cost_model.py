@@ -4,14 +4,15 @@
     python -m experiments.fit_cost_model --data=FOLDER --gpu=h100 --fixed
 
 --data: a folder of MODEL-GPU-layer-times.csv, see experiments/lib/layer_times.py. --fixed keeps the
-constants of paged/simulator/cost_model.py, and only computes their error on these times. This tests
-the constants on a GPU to which they were not fitted. Without --fixed the constants are fitted anew,
-and printed as lines NAME=VALUE.
+constants of paged/simulator/cost_model.py and computes their error, to test the constants on a GPU
+to which they were not fitted. Without --fixed the constants are fitted anew, and printed as lines
+NAME=VALUE.
 
-The error is the mean over every measured batch. The fit uses one batch per quarter octave of
-tokens. An error is |predicted / measured - 1|. A layer's time is the sum of its measured ops. The
-report also has the error of a roofline without launch times and waves. Its time is the longer of
-reading a layer's weights at 61 % of the bandwidth, and computing its FLOPs at 70 % of the peak.
+A batch's error is |predicted / measured - 1|. Reported errors are means over all measured batches,
+but the fit uses one batch per quarter octave of tokens. A layer's time is the sum of its measured
+ops. The report also has the error of a roofline without launch times and waves. The roofline's time
+is the longer of reading a layer's weights at 61 % of the bandwidth, and computing its FLOPs at 70 %
+of the peak.
 
 Writes to --output_dir: errors.csv (by model, GPUs, op and batch), cost_model.png, report.json,
 summary.json (layer_error, product_error: means over all batches; roofline_layer_error).

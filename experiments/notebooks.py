@@ -118,7 +118,7 @@ def main(flags: NotebookFlags, output: Output) -> None:
             f"{name}_cpu_s": round(cpu_s() - used, 1),
         }
         print(f"{path.name}: {seconds[f'{name}_s']} s, {seconds[f'{name}_cpu_s']} s of CPU")
-    # Not before the kernels have run: this starts JAX here, which takes the GPU's memory.
+    # Called after the kernels have run, because it starts JAX here, which takes the GPU's memory.
     environment = run_record.describe_environment()
     footer = (
         f"Run by `make notebooks` on {run_record.hardware_line(environment)}, with JAX "

@@ -1,4 +1,4 @@
-"""Registries by policy name: how the soak checks a policy, and how its step is compiled."""
+"""Registries by policy name: a policy's part of the soak, and of `experiments.gpu.compile_step`."""
 
 from experiments.gpu.step_report import Compiled
 from experiments.papers.diffkv import compiled_step as diffkv_step

@@ -2,10 +2,10 @@
 
 python -m experiments.qualify --model=judge
 
-Measures three things. First, right answers on the tasks by context. Second, the share of KV heads
-that may stream, which are KV heads with a gate below 0.3 (--gates;
-`experiments.papers.lserve.duo_gates`). Third, how many tokens hold 95 % of a head's attention, over
---spread_prompts prompts of each task at --spread_context tokens:
+Measures right answers on the tasks by context. Measures the share of KV heads that may stream: KV
+heads with a gate below 0.3 (--gates; `experiments.papers.lserve.duo_gates`). Counts the tokens that
+hold 95 % of a head's attention, over --spread_prompts prompts of each task at --spread_context
+tokens:
 
 * by query: number of keys of a query head, for one query that produces a token of the answer;
 * by prompt: number of the most significant tokens of a KV head, for all queries of a prompt, with
@@ -60,7 +60,7 @@ class QualifyFlags(AccuracyFlags):
 
 @dataclass(frozen=True)
 class Spread:
-    """How many of `tokens` tokens hold 95 % of a head's attention, over N prompts.
+    """Numbers of tokens that hold 95 % of a head's attention, in N prompts of `tokens` tokens.
 
     by_query: [N, L, H] keys for one query, median over the queries of a prompt's answer.
     by_prompt: [N, L, K] tokens for 95 % of a whole prompt's significance.
@@ -105,7 +105,7 @@ def problems_of(flags: QualifyFlags, tokenizer) -> Problems:
 
 
 def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -> Spread:
-    """The spread over problems, which all have the same context."""
+    """The spread over `problems`, which must all have one context."""
     by_query: list[np.ndarray] = []
     of_tasks: dict[str, list[distributions.Prompt]] = {}
     for (task, _), asked in problems.items():
@@ -210,7 +210,7 @@ def _draw_answers(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_spread(axes: Axes, counts: np.ndarray, tokens: int, what: str) -> None:
-    """counts [N, L, heads]: each head's mean, sorted, with its range over the prompts."""
+    """Draw each head's mean, sorted, with its range over prompts. counts: [N, L, heads]."""
     flat = counts.reshape(len(counts), -1)
     flat = flat[:, np.argsort(flat.mean(0))]
     heads = np.arange(flat.shape[1])

@@ -2,10 +2,10 @@
 
     python -m experiments.replay --log=results/demo/events.jsonl --executor=simulated
 
-The engine has the log's configuration. Its inputs (requests, aborts, adapters, pinned prefixes)
-come before the same rounds as in the log, independent of the clock. Pass the run's --model. On
---executor=device it computes all tokens again: pass the run's --dtype too. On `simulated` the
-tokens are the log's, the times come from `LinearCost`, and no weights are loaded.
+The engine gets the log's configuration. Each input (request, abort, adapter, pinned prefix) enters
+before the same round as in the log, independent of the clock. Pass the run's --model. With
+--executor=device the engine computes all tokens again: pass the run's --dtype too. With
+--executor=simulated tokens come from the log, times from `LinearCost`, and no weights are loaded.
 
 The replay ends after the first round whose events differ from the log's, or before the round in
 which the run failed. Writes to --output_dir: events.jsonl, report.json, summary.json. Exit status:
@@ -43,7 +43,7 @@ from paged.requests.sequence import SequenceOutput
 from paged.simulator.executor import SimulatedExecutor
 from paged.simulator.recorded import RecordedTokens
 
-INPUTS = ("adapter", "arrival", "abort", "pin")  # events of inputs from outside the engine
+INPUTS = ("adapter", "arrival", "abort", "pin")  # events of an engine's external inputs
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def logged_config(log: EventLog) -> EngineConfig:
 
 
 def check_model(log: EventLog, model: ModelConfig) -> None:
-    """Raise ValueError, naming a field, if the run had another model."""
+    """Raise ValueError, naming the field that differs, if the log is of another model."""
     logged, ours = log[0]["model"], run_record.plain(asdict(model))
     with log.at(0):
         _check_fields(logged, set(ours), "model")
@@ -88,8 +88,9 @@ def _check_fields(logged: Mapping[str, Any], ours: set[str], owner: str) -> None
 
 
 def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None) -> Engine:
-    """An engine that samples the log's tokens. tokenizer: for stop strings.
+    """An engine on a simulated device that returns the log's tokens.
 
+    tokenizer: required for stop strings.
     Raises ValueError for a log of another model or version.
     """
     check_model(log, model)
@@ -102,16 +103,16 @@ def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None) -> Engin
 
 
 def failed_round(log: EventLog) -> int | None:
-    """The round of the run's first failure, which ended all requests; None if there was none."""
+    """The round of the run's first failure, which ended all requests; None without a failure."""
     return next((event["round"] for event in log if event["event"] == "failure"), None)
 
 
 def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
-    """Pass the log's inputs to `engine`, each before the same round; returns the engine's events.
-
-    engine: a fresh one. Stops after the first round whose events differ, or before a round that
+    """Pass each of the log's inputs to `engine` before the same round as in the log; returns the
+    engine's events. Stops after the first round whose events differ, or before the round that
     failed in the run.
 
+    engine: a fresh engine.
     Raises ValueError, naming file and line, for a log that no run can have written.
     """
     if len(engine.events) != 1:
@@ -133,9 +134,9 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
             return same == len(engine.events)
 
         def run_round() -> bool:
-            """Run a round. Returns whether it and all rounds until the next input are idle."""
+            """Run a round; returns whether all rounds from this one to the next input are idle."""
             nonlocal rounds
-            # The first idle round must run: it may still log the pages that were freed last.
+            # The first idle round must run, because it may still log the pages freed last.
             idle = not engine.has_unfinished()
             with log.at(min(same, len(log) - 1)):
                 engine.step()
@@ -179,7 +180,7 @@ def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
         if event["event"] == "failure":
             break
         if event["event"] == "pin":
-            # Loads of the pin's adapter came in the rounds that the pin itself ran.
+            # `pin_prefix` itself runs the rounds in which its adapter is loaded.
             while inputs and inputs[-1][2]["event"] == "loaded":
                 inputs.pop()
             with log.at(number):
@@ -202,11 +203,11 @@ def _bring_in(engine: Engine, event: Event) -> None:
         elif event["event"] == "pin":
             engine.pin_prefix(event["prompt"], event["cache_salt"], event["adapter"])
         elif event["event"] == "adapter":
-            # A device reads the adapter's folder on load, and then compares the hash.
+            # The device compares the hash when it loads the adapter's folder.
             values = {field.name: event[field.name] for field in fields(Adapter)}
             engine.add_known_adapter(Adapter(**values))
         elif event["event"] == "loaded":
-            pass  # the next round adds it
+            pass  # the next round adds the load
         else:
             engine.add_request(
                 event["prompt"],
@@ -238,7 +239,7 @@ def num_tokens(log: Iterable[Event]) -> int:
 
 
 def load(log: EventLog, flags: ReplayFlags) -> Engine:
-    """The engine of the flags, with the log's configuration."""
+    """An engine with the log's configuration, and the model and executor of the flags."""
     model = checkpoint.load_config(flags.model)
     tokenizer = load_tokenizer(flags.model)
     if flags.executor == "simulated":

@@ -1,4 +1,4 @@
-"""A static site of the papers' rows, and the tables of README and docs, from committed results.
+"""Build a static site of results, and the tables of README and docs, from committed results.
 
     python -m experiments.report            the site, in results/report/index.html
     python -m experiments.report --tables   and the tables between `<!-- rows -->` marks
@@ -80,7 +80,7 @@ class Row:
     @property
     def label(self) -> str:
         """A label such as 'Figs. 2 to 5', from the title's brackets or else from the file's name.
-        Other rows than figures, tables and algorithms have the file's name in words."""
+        The label of a row that is no figure, table or algorithm is the file's name in words."""
         if not (found := FIGURE.match(self.stem)):
             return _words(self.stem)
         if printed := PRINTED.findall(self.study.title.rpartition("(")[2]):
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def result(self) -> Mapping[str, Any] | None:
-        """The report of a complete run."""
+        """The report of a complete run; None without one."""
         return None if self.report is None or self.report["partial"] else self.report
 
     @property
@@ -186,7 +186,7 @@ def by_kind(of: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def counted(of: Iterable[Row]) -> dict[str, int]:
-    """The rows' `experiments.reproduce.counts`, with `no_result` in place of `failed`."""
+    """`experiments.reproduce.counts` of the rows, with `failed` renamed to `no_result`."""
     numbers = counts(
         (row.study, NONE if row.verdict == NOT_RUN else row.verdict, row.report) for row in of
     )
@@ -197,7 +197,10 @@ def counted(of: Iterable[Row]) -> dict[str, int]:
 
 
 def summary_table(of: Sequence[Row], up: str) -> str:
-    """A line for each paper: its figures and tables by verdict. up: path from page to root."""
+    """A line for each paper: its figures and tables by verdict.
+
+    up: relative path from the page to the root.
+    """
     lines = [
         f"| | {' | '.join(VERDICTS)} |",
         f"|{'---|' * (len(VERDICTS) + 1)}",
@@ -217,8 +220,8 @@ def summary_table(of: Sequence[Row], up: str) -> str:
 
 
 def _linked(row: Row, up: str) -> str:
-    """The row's label, linked to its picture, report or program. The first letter of its kind
-    follows, a star if `by_other_flags`, and an arrow at a reduced setting."""
+    """The row's label, linked to its picture, report or program. A superscript holds the first
+    letter of the row's kind, a star if `by_other_flags`, and an arrow at a reduced setting."""
     target = next(iter(row.pictures), row.folder / "report.json" if row.result else None)
     path = (target or Path(row.study.file)).relative_to(ROOT)
     star = "*" if row.by_other_flags else ""
@@ -247,8 +250,8 @@ def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
 
 
 def matrix(results: Path, presets: Sequence[str] = ()) -> str:
-    """The composition matrix (experiments.composition): a line for each feature, and a column for
-    each preset. presets: empty for all."""
+    """The composition matrix (experiments.composition): a line for each feature, a column for each
+    preset. presets: names of the presets to show; empty for all."""
     report = read(results / "composition")
     if report is None:
         return "No result yet; `python -m experiments.composition` makes it, in an hour."

@@ -19,11 +19,11 @@ core by default, each in its own process. Studies that depend on measured times 
 the others.
 
 summary.json in --output_dir holds numbers of studies: rows, with_result, at_setting, claims_held,
-not_run, wrong_setting, failed, committed, stale. A missing result, and one that is not at the
-paper's setting (as with --scale=quick), is replaced by the committed result at the paper's setting,
-if there is one; `committed` counts these. Rows whose own result is missing, partial or stale are
-not in with_result. `stale` counts results, committed ones included, of which code or input files
-have changed since. If no studies are named and some are simulated, summary.json also has
+not_run, wrong_setting, failed, committed, stale. A result that is missing or not at the paper's
+setting (as with --scale=quick) is replaced by the committed result at the paper's setting, if any;
+`committed` counts the replacements. with_result omits studies whose own result is missing, partial
+or stale. `stale` counts results, committed ones included, whose code or input files have changed
+since the run. If no studies are named and some are simulated, summary.json also has
 simulated_hour_s: CPU seconds to simulate an hour of vLLM's Fig. 12a with the simulator of these
 studies.
 """
@@ -52,7 +52,7 @@ FOLDERS = ("experiments/papers/*", "experiments/bench")
 RESULTS = "experiments/results"  # committed results, in folders PAPER/STUDY
 NONE, PARTIAL, STALE = "no result", "partial", "stale"
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
-# The fields of a report that are read; a report without one of them is ignored.
+# The fields of report.json that programs read; a report that lacks a field is ignored.
 REPORT = {
     "study", "title", "kind", "setting", "at_setting", "claim", "rule", "holds", "values",
     "tolerance", "partial", "rows", "flags", "seconds", "sources_sha256", "versions", "hardware",
@@ -64,9 +64,9 @@ class ReproduceFlags(Flags):
     studies: tuple[str, ...] = arguments("studies or papers, by how their names begin")
     scale: Literal["quick", "full"] = described("quick", "few and short cases, or the setting")
     kind: tuple[str, ...] = flag((), f"only these: {', '.join(KINDS)}")
-    all: bool = flag(False, "all studies; --kind alone says all of those kinds")
+    all: bool = flag(False, "all studies; not needed with --kind")
     list: bool = flag(False, "list the studies, and run none")
-    stale: bool = flag(False, "only those whose result is stale")
+    stale: bool = flag(False, "only studies whose result is stale")
     jobs: int = flag(0, "studies that run at once; 0: one a core", least=0)
     output_dir: str = flag("results/reproduce", "folder of the results")
 
@@ -245,7 +245,7 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
 def run_all(
     wanted: Sequence[Study], scale: Any, folders: Mapping[str, Path], jobs: int
 ) -> Iterator[int]:
-    """Run the studies; yields the exit status of each as it ends. Studies that run at once start
+    """Run the studies; yields each study's exit status at its end. Studies that run at once start
     with the longest; studies that must run alone follow."""
     full = scale == "full"
     together = [study for study in wanted if jobs > 1 and not study.alone]
@@ -267,8 +267,8 @@ def _run_file(file: str, scale: Any, folder: Path) -> int:
 
 
 def _run(study: Study, scale: Any, folder: Path) -> int:
-    """Run a study; its exit status. A study that cannot start prints its error, so that others
-    still run. folder: absolute, because the study runs in the project's root folder."""
+    """Run a study; returns its exit status. A study that cannot start prints its error, so that
+    later studies still run. folder: absolute, because the study runs in the project's root."""
     try:
         folder = run_record.check_output_dir(folder)
         with chdir(ROOT):

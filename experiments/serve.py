@@ -49,7 +49,7 @@ class ServeFlags(ModelFlags):
 
 def prepare(flags: ServeFlags, output_dir: Path) -> tuple[Engine, Workload]:
     """The engine and the workload of the flags. Flags and requests are checked before the weights
-    are loaded; a request is checked as the engine does on its arrival.
+    are loaded, each request by the check that the engine runs on its arrival.
 
     Raises ValueError for an invalid flag, model folder or workload.
     """

@@ -14,7 +14,7 @@ Arrivals are a Poisson process. Its rate rises linearly from 0 to --peak_rate at
 
 The seed determines the requests, and in simulated time the whole run. Writes to --output_dir:
 report.json, summary.json, working_sets.csv (a line each second), requests.csv, cluster.png, and
-random adapters if they are loaded. On Ctrl-C, SIGTERM or a failure, results so far are still
+random adapters unless simulated. On Ctrl-C, SIGTERM or a failure, results so far are still
 written, as in `experiments.serve`.
 """
 
@@ -70,7 +70,7 @@ class ClusterFlags(ModelFlags):
     def begin(cls, values: Mapping[str, Any]) -> None:
         if values["tensor_parallel"] > 1:
             raise ValueError("--tensor_parallel: each engine of a cluster has one device")
-        if values["runners"] == "threads":  # JAX's CPU devices can only be set before its first use
+        if values["runners"] == "threads":  # must be set before JAX's first use
             jax.config.update("jax_num_cpu_devices", values["num_gpus"])
 
 

@@ -4,9 +4,9 @@
     python -m experiments.serve_http --model=Qwen/Qwen3-0.6B --dtype=bfloat16 --port=8000
     python -m experiments.serve_http --adapters=models/bundled/adapters --adapter_slots=4
 
-Each of --adapters is served as a model with its folder's name. After SIGTERM or Ctrl-C, running
-requests may end within --drain_s seconds, while new requests are refused with status 503. The exit
-status is then 143 (SIGTERM) or 130 (Ctrl-C).
+Each adapter of --adapters is served as a model named like its folder. After SIGTERM or Ctrl-C,
+running requests may end within --drain_s seconds, while new requests are refused with status 503.
+The exit status is then 143 (SIGTERM) or 130 (Ctrl-C).
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class ServerFlags(ExecutorFlags):
     )  # fmt: skip
     chat_template: str = flag("", "file of a Jinja chat template; empty for the tokenizer's own")
     api_keys: str = flag(
-        "", "file of API keys, one a line, of which requests need one; empty for none"
+        "", "file of API keys, one a line; a request needs one of them; empty for none"
     )
     runners: int = flag(
         1, "engines, each on a device of its own, among which requests are placed and move "
@@ -57,7 +57,7 @@ class ServerFlags(ExecutorFlags):
 
     @classmethod
     def begin(cls, values: Mapping[str, Any]) -> None:
-        # JAX's CPU devices can only be set before its first use.
+        # The number of JAX's CPU devices can only be set before JAX's first use.
         if values["runners"] > 1 and not values["ray"]:
             jax.config.update("jax_num_cpu_devices", values["runners"])
 

@@ -1,8 +1,8 @@
 """A study: a figure or table of a paper, or a benchmark, with one common runner.
 
-A study is a module that defines `STUDY`. Its name is its path, as vllm/fig12_latency_over_rate in
-`experiments/papers/` or bench/http in `experiments/`. A study is a program (`STUDY.run()`), and
-`experiments.reproduce` runs several. Each writes to its folder:
+A study is a module that defines `STUDY`. A study's name is its module's path, such as bench/http in
+`experiments/` or vllm/fig12_latency_over_rate in `experiments/papers/`. A study is a program
+(`STUDY.run()`), and `experiments.reproduce` runs several studies. A study writes to its folder:
 
     rows.csv       the measured rows, a line each
     figure.png     a plot of the rows
@@ -10,8 +10,8 @@ A study is a module that defines `STUDY`. Its name is its path, as vllm/fig12_la
                    versions, hardware, commit
     summary.json   the values alone: name -> number
 
-Rows that `Run.once` made are kept until the study is complete; rows of simulated studies are reused
-while sources, inputs and package versions are the same. So an interrupted run can be resumed.
+`Run.once` keeps its rows, so that an interrupted run can be resumed. A kept row is reused while
+sources, inputs and package versions are the same. Complete studies drop the rows, unless simulated.
 """
 
 import dataclasses
@@ -62,13 +62,13 @@ class Setting:
 
 
 class Run:
-    """The context of a measurement, besides its flags. Rows are kept in its folder, by a hash of
-    the function, its case and `made_by`.
+    """The context of a measurement, besides its flags. `once` keeps rows in the study's folder, by
+    a hash of function, case and `made_by`.
 
     folder: the study's folder.
     shared: a folder shared by several studies; by default the study's own.
-    made_by: what rows depend on besides their case: hashes of sources and inputs, and versions.
-    stopped: returns whether the measurement must end now; always False in other processes.
+    made_by: hashes of sources and inputs, and versions. Rows depend on these and on their case.
+    stopped: returns whether the measurement must end now; always False in worker processes.
     """
 
     def __init__(self, folder: Path, shared: Path | None = None, made_by: object = None):
@@ -84,7 +84,7 @@ class Run:
 
     def once[R](self, make: Callable[..., R], *case: Any) -> R:
         """`make(*case)`, or the kept row of an equal case from an earlier run with equal `made_by`.
-        `make` is annotated with the dataclass that it returns."""
+        `make` must have its return type, a dataclass, as annotation."""
         assert not getattr(make, "__closure__", None), "a case is all that its row depends on"
         text = "\n".join((make.__module__, make.__qualname__, repr(case), repr(self.made_by)))
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -146,9 +146,10 @@ class StudyOutput(Output):
 
 @dataclass(frozen=True)
 class Study[F: Flags, R]:
-    """A study. Its functions of rows have the parameters (flags, rows).
+    """A study. `values` and `table` are called with (flags, rows), `draw` with (flags, figure,
+    rows).
 
-    file: `__file__` of its module.
+    file: `__file__` of the study's module.
     title: the heading of its report and picture.
     kind: one of KINDS. A 'not run' study is reported as 'measured' once its claim is decided.
     claim, rule: the claim, and the rule that decides it, in words.
@@ -163,7 +164,7 @@ class Study[F: Flags, R]:
     tolerance: largest relative difference from the paper's value.
     check: raises ValueError for invalid combinations of flags, before any work.
     table: the rows as text.
-    setting: what `full` runs, how it differs from the paper's setting, and its level.
+    setting: the setting of `full`.
     quick, full: flags that differ from the defaults, by scale.
     minutes: run times of `quick` and `full`, on two cores.
     needs: requirements of the machine beside two cores.
@@ -201,8 +202,10 @@ class Study[F: Flags, R]:
         return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
     def changed(self, flags: F | Mapping[str, Any]) -> str:
-        """The flags that differ from those at scale full, as text, with full's values in brackets.
-        flags: of a run, or of its report."""
+        """The flags that differ from scale full, as text, with full's values in brackets.
+
+        flags: the flags of a run, or of its report.
+        """
         now, full = (
             {name: shipped.named(value) for name, value in run_record.flat(plain).items()}
             for plain in map(run_record.plain, (flags, self.at("full")))
@@ -287,7 +290,7 @@ class Study[F: Flags, R]:
         """The content of report.json.
 
         cause: why rows are missing; None if they are complete.
-        made_by: hashes and environment when the run began; None: those of now.
+        made_by: hashes and environment when the run began; None for the present ones.
         """
         values = {
             name: None if value is None or math.isnan(value) else value
@@ -315,7 +318,7 @@ class Study[F: Flags, R]:
         return self._hashes(run_record.plain(flags)) | run_record.describe_environment()
 
     def is_unchanged(self, report: Mapping[str, Any]) -> bool:
-        """Whether the program's sources and input files are still those of the report's run."""
+        """Whether the program's sources and input files are unchanged since the report's run."""
         return all(report.get(n) == now for n, now in self._hashes(report["flags"]).items())
 
     def is_at_setting(self, flags: F) -> bool:
@@ -325,7 +328,7 @@ class Study[F: Flags, R]:
     def _holds(self, measured: Mapping[str, float]) -> bool | None:
         try:
             return bool(self.holds(measured)) if measured else None
-        # A value that the rule needs was not measured, or none of several.
+        # The rule lacks a value (KeyError), or all values of a minimum or maximum (ValueError).
         except (KeyError, ValueError):
             return None
 
@@ -405,7 +408,7 @@ def table_of(rows: Sequence[Any]) -> str:
 
 
 def values_table(values: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
-    """Lines with the values beside the paper's."""
+    """A table's lines: each value beside the paper's value."""
     if not values:
         return []
     width = max(len(value["name"]) for value in values)

@@ -1,4 +1,4 @@
-"""The common timer. Cases take turns, calls end with their results, and times are medians."""
+"""A timer of cases that take turns. A call ends when its results are ready; times are medians."""
 
 import time
 from collections.abc import Callable, Mapping

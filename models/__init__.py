@@ -1,6 +1,6 @@
 """Model families as pure functions; see `models.llama.forward` for their arguments."""
 
-import pallas_kernels  # noqa: F401  It prepares JAX, so it comes before all that uses JAX.
+import pallas_kernels  # noqa: F401  Imported first, because it prepares JAX.
 from models.checkpoint import load, load_config
 from models.hub import load_tokenizer
 

@@ -38,8 +38,8 @@ _CONSTANTS = re.compile(r".*rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(
 def load_config(model: str | Path) -> ModelConfig:
     """The configuration of `model`, which is named as in models/hub.py.
 
-    EOS token ids are read from generation_config.json if it has any. Some published models have ids
-    outside the vocabulary. They are dropped, because no model can generate them.
+    EOS token ids are read from generation_config.json if that file has any. Ids outside the
+    vocabulary, which some published models have, are dropped: no model can generate them.
 
     Raises ValueError, naming file and field, if a file is missing, broken or not supported.
     """
@@ -70,9 +70,9 @@ def load(
     files = weight_files(folder)
     with ExitStack() as stack:
         tensors = _tensors({path: open_file(path, stack) for path in files})
-        if config.num_layers > len(tensors):  # Refused before the declaration of so many layers.
+        if config.num_layers > len(tensors):  # Checked before so many layers are declared.
             count = f"{config.num_layers} layers, but there are {len(tensors)} tensors in all"
-            raise ValueError(f"{folder}: config.json asks for {count}")
+            raise ValueError(f"{folder}: config.json has {count}")
         declaration = _as_named(family(config).declare(config), tensors)
         _check(tensors, declaration, folder)
         paths = {name: path for name, (path, _) in tensors.items()}
@@ -198,8 +198,8 @@ def _tensors(shards: dict[Path, Any]) -> dict[str, tuple[Path, Any]]:
 def _as_named(declaration, tensors):
     """The declaration with the tensor names of this checkpoint.
 
-    Some checkpoints, such as the published GPT-2, were saved from the model without its head. Their
-    tensor names have no prefix 'transformer.' (GPT-2) or 'model.' (other families).
+    Some checkpoints, such as the published GPT-2, were saved from the model without its head. The
+    tensor names of such a checkpoint lack the prefix 'transformer.' (GPT-2) or 'model.' (others).
     """
     prefix, _, rest = declaration["embed"].hf_name.partition(".")
     if rest not in tensors:
@@ -222,7 +222,7 @@ def _check(tensors, declaration, folder: Path) -> None:
         if tuple(stored.get_shape()) != shape:
             raise ValueError(
                 f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, "
-                f"but config.json asks for {shape}"
+                f"but config.json needs {shape}"
             )
         if stored.get_dtype() not in STORED_DTYPES:
             raise ValueError(
@@ -240,7 +240,7 @@ def _check(tensors, declaration, folder: Path) -> None:
         if not np.array_equal(shard.get_tensor(name), tied):
             raise ValueError(
                 f"{path}: tensor {name} differs from {embedding}, "
-                "but config.json says tie_word_embeddings"
+                "but tie_word_embeddings of config.json is true"
             )
 
 

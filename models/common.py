@@ -9,11 +9,12 @@ A family is a module with `declare`, `forward`, `logits` and `PROJECTIONS` (mode
   `ModelConfig.attention` has the layer's scale, soft cap and window.
 * `adapters(name, layer, x, y) -> y` adds an adapter to a projection. x [T, in] is the projection's
   input, and y [T, out] its product with the base weights. The result is y + xAB, in y's dtype
-  (LoRA; Punica §2.2 and §4). `name` is one of the family's `PROJECTIONS`. If `adapters` is None,
-  the base model is computed.
+  (LoRA; Punica §2.2 and §4). `name` is one of the family's `PROJECTIONS`. If `adapters` is
+  None, the model is the base model.
 * `reduce` combines the shards of tensor parallelism (vLLM §4.6). `params` and `config` then have
   only the shard's part of the heads and of the MLP. `reduce.sum(y)` sums y [T, E] over the shards.
-  `reduce.max(x)` is the elementwise maximum of x [T], from which W8A8 computes each token's scale.
+  `reduce.max(x)` is the elementwise maximum of x [T] over the shards, which W8A8 needs for each
+  token's scale.
 
 `layer` is a traced int32 scalar, with which `attend` and `adapters` index stacks of all layers.
 
@@ -47,11 +48,11 @@ INPUT_SPLIT = ("wo", "w_down")  # Shards split the input of these projections.
 
 
 def projection(p: dict, layer, adapters: Adapters | None, reduce: Reduce) -> Callable:
-    """`project(name, x)` of one layer with parameters p: x [T, in] to [T, out], in x's dtype.
+    """A function `project(name, x)` for a layer with parameters p. For x [T, in], the function
+    returns [T, out] in x's dtype.
 
     The order is product, adapter, sum over shards, bias. Every shard has the whole bias of 'wo' and
-    of 'w_down', so the bias is added after the sum. The bias of 'wq' is 'bq', and so on, if p has
-    it.
+    of 'w_down', so the bias is added after the sum. The optional bias of 'wq' is 'bq', and so on.
     """
 
     def project(name: str, x):
@@ -68,7 +69,7 @@ def projection(p: dict, layer, adapters: Adapters | None, reduce: Reduce) -> Cal
 
 
 def over_layers(block: Callable, carry, layers):
-    """`carry = block(carry, p, layer)` for each layer's parameters p; returns the last carry.
+    """Run `carry = block(carry, p, layer)` for each layer's parameters p. Returns the last carry.
 
     layers: a list with one dict of arrays per layer, over which Python loops; or one dict of arrays
         [L, ...] (`params.stack`), over which `lax.scan` loops. The scan compiles the block once,

@@ -12,7 +12,7 @@ def _check_size(name: str, size: int) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context.
+    """The scaling of rotary frequencies for a context beyond the trained context.
 
     kind: 'linear' divides all frequencies by `factor`.
         'llama3' divides frequencies by `factor` if their wavelength exceeds
@@ -60,8 +60,8 @@ class Attention:
     windows: tuple[int | None, ...]
 
     def within(self, tokens: int) -> "Attention":
-        """The attention of sequences of at most `tokens` tokens, without windows of that size or
-        more."""
+        """This attention for sequences of at most `tokens` tokens. Windows of `tokens` or more
+        become None."""
         windows = tuple(None if window and window >= tokens else window for window in self.windows)
         return dataclasses.replace(self, windows=windows)
 

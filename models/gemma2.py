@@ -47,8 +47,8 @@ def forward(
     adapters: Adapters | None = None,
     reduce: Reduce = ALONE,
 ):
-    """Hidden states [T, E] after the final norm, and the cache that `attend` carried through. The
-    arguments are as in models/llama.py."""
+    """Hidden states [T, E] after the final norm, and the cache that the last layer's `attend`
+    returns. The arguments are as in models/llama.py."""
     T = tokens_T.shape[0]
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     cos, sin = rope_tables(positions_T, config)
@@ -73,7 +73,7 @@ def forward(
         return x_TxE + norm(project("w_down", gated_TxF), p["mlp_out_norm"]), cache
 
     embed = params["embed"]
-    # Rounded to the parameters' dtype, as published.
+    # The factor is rounded to the parameters' dtype, as published.
     x_TxE = embed[tokens_T] * jnp.asarray(config.hidden_size**0.5, embed.dtype)
     x_TxE, cache = over_layers(block, (x_TxE, cache), params["layers"])
     return norm(x_TxE, params["final_norm"]), cache

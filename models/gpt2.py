@@ -1,6 +1,6 @@
 """GPT-2: its parameters. The forward pass is in models/learned_positions.py.
 
-Its checkpoints hold matrices as [in, out], and queries, keys and values as one matrix.
+GPT-2's checkpoints store matrices as [in, out], and fuse the matrices of queries, keys and values.
 """
 
 from models.common import logits

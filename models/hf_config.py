@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 
-# Sizes that a config.json must have. The defaults of transformers are not used for them.
+# Sizes that a config.json must have. The defaults of transformers do not replace missing sizes.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "ffn_dim", "n_embd", "n_layer", "n_head",
@@ -38,7 +38,7 @@ _REFUSED = {
 ROPE_KINDS = ("default", "linear", "llama3", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_MOST_LAYERS = 4096  # for models with different layers, because a broken file may have any number
+_MOST_LAYERS = 4096  # of a model whose layers differ, because a broken file may have any number
 
 
 def from_hf(hf: HfConfig) -> ModelConfig:
@@ -48,7 +48,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
     family's module does not compute. No field that would change the result is ignored.
     """
     model_type = hf.get("model_type")
-    if model_type not in list(ARCHITECTURES):  # A list: the value may be unhashable.
+    if model_type not in list(ARCHITECTURES):  # A list, because the value may be unhashable.
         raise ValueError(f"model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
     hf = _complete(hf)
     architecture = ARCHITECTURES[model_type]
@@ -78,7 +78,9 @@ def _complete(hf: HfConfig) -> dict[str, Any]:
     for alias, field in declared.attribute_map.items():
         value = given.pop(alias, None)
         if value is not None and given.setdefault(field, value) != value:
-            raise ValueError(f"{field} {given[field]!r} and {alias} {value!r} are one and differ")
+            raise ValueError(
+                f"{field} {given[field]!r} and {alias} {value!r} name one field and differ"
+            )
     defaults = {"rope_theta": declared.default_theta} | {
         field.name: field.default
         for field in dataclasses.fields(declared)

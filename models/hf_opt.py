@@ -85,7 +85,7 @@ def from_hf(hf: HfConfig) -> ModelConfig:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of config.json, without the fields that all families share.
 
-    Settings without a field are lost. The caller detects this by a comparison.
+    Settings without a field in config.json are lost. `hf_config.to_hf` detects the loss.
     """
     names = NAMES[config.model_type].items()
     hf = {theirs: getattr(config, ours) for ours, theirs in names}

@@ -42,21 +42,21 @@ def find(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=list(_DOWNLOADED)))
     except Exception as error:  # The network, the hub and the disk have no common base class.
         raise ValueError(
-            f"there is no folder {model}, and it could not be had from the Hugging Face hub: "
+            f"there is no folder {model}, and the download from the Hugging Face hub failed: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def read_json(path: Path, parse):
-    """`parse(object)` of the JSON object in a file. Raises ValueError as `parse_json` does, and if
-    the file is missing."""
+    """The result of `parse` for the JSON object in the file `path`. Raises ValueError as
+    `parse_json` does, and if the file is missing."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     return parse_json(path.read_bytes(), path, parse)
 
 
 def parse_json(content: bytes, path: Path, parse):
-    """`parse(object)` of the JSON object in `content`, the content of the file `path`.
+    """The result of `parse` for the JSON object in `content`, the content of the file `path`.
 
     Raises ValueError, with the file's name, if `content` is no JSON object or if `parse` raises
     ValueError.

@@ -41,12 +41,12 @@ def forward(
     adapters: Adapters | None = None,
     reduce: Reduce = ALONE,
 ):
-    """Hidden states [T, W], and the cache that `attend` carried through.
+    """Hidden states [T, W], and the cache that the last layer's `attend` returns.
 
     W is the width of the token embeddings: `embedding_size`, or E if that is None. Arguments are as
-    in models/llama.py. The hidden state of a token at `max_position_embeddings` or
-    beyond is NaN, because the table has no row for it and another row would give a plausible but
-    wrong result.
+    in models/llama.py. A token at position `max_position_embeddings` or later has no row in the
+    position table. Its hidden state is NaN, because another row would give a plausible but wrong
+    result.
     """
     T = tokens_T.shape[0]
     H, K, D, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps

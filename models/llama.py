@@ -74,7 +74,8 @@ def forward(
     adapters: Adapters | None = None,
     reduce: Reduce = ALONE,
 ):
-    """Hidden states [T, E] after the final norm, and the cache that `attend` carried through.
+    """Hidden states [T, E] after the final norm, and the cache that the last layer's `attend`
+    returns.
 
     params: as declared, or with their layers stacked (`params.stack`).
     tokens, positions: int32 [T], a ragged batch without padding between its sequences. `attend`

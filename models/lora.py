@@ -84,8 +84,7 @@ def page(lora: Lora, config: ModelConfig, number: int, dtype) -> dict[str, dict[
 
 
 def merge(params, lora: Lora):
-    """The parameters with the adapter added to the projections' weights, and with layers as a
-    list."""
+    """The parameters, with the adapter added to the projections' weights. Layers are a list."""
     layers = [dict(layer) for layer in params["layers"]]
     for name, pairs in lora.weights.items():
         for layer, pair in zip(layers, pairs, strict=True):

@@ -85,9 +85,9 @@ def stack(params):
 
 
 def partition_spec(param: Param, rules: Mapping[str, str | None]) -> PartitionSpec:
-    """How the mesh splits the parameter.
+    """The mesh axes that split the parameter's dimensions.
 
-    rules: logical axis -> mesh axis. Other axes are not split.
+    rules: logical axis -> mesh axis. Axes without a rule are not split.
     """
     return PartitionSpec(*(rules.get(axis) for axis in param.axes))
 

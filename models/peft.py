@@ -85,7 +85,7 @@ def load(folder: str | Path, model: ModelConfig, dtype="float32") -> tuple[Lora,
 def _existing(folder: str | Path) -> Path:
     if not isinstance(folder, str | Path):
         raise ValueError(f"an adapter's folder must be a path, not {folder!r:.60}")
-    path = Path(os.path.expanduser(folder))  # It does not change '~' of an unknown user.
+    path = Path(os.path.expanduser(folder))  # Path.expanduser raises for an unknown user.
     try:
         if path.is_dir():
             return path
@@ -182,7 +182,7 @@ def _check(
         expected[_tensor(name, "A")] = how.rank, width
         expected[_tensor(name, "B")] = fan_out, how.rank
     for name in sorted(stored.keys() - expected.keys()):
-        raise ValueError(f"{path}: tensor {name} is of no module that {CONFIG} adapts")
+        raise ValueError(f"{path}: tensor {name} belongs to no module that {CONFIG} adapts")
     for name, shape in expected.items():
         if name not in stored:
             raise ValueError(f"{path}: tensor {name} of shape {shape} is missing")
@@ -190,7 +190,7 @@ def _check(
         if found != shape:
             raise ValueError(
                 f"{path}: tensor {name} has shape {found}, but the model and "
-                f"{CONFIG} (r, rank_pattern) ask for {shape}"
+                f"{CONFIG} (r, rank_pattern) need {shape}"
             )
         if dtype not in STORED_DTYPES:
             raise ValueError(

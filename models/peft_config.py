@@ -27,7 +27,7 @@ _READ = {
     "layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
     "task_type", "use_rslora",
 }  # fmt: skip
-# The supported values of fields for which not all values are supported.
+# Fields of which only some values are supported, and these values.
 _ONLY: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -47,8 +47,8 @@ class Adapted:
 
     @property
     def scale(self) -> float:
-        """The factor of BA. Requires a rank that has been checked against the tensors' shapes,
-        because the configuration may have any integer."""
+        """The factor of BA. The rank must have been checked against the tensors' shapes before,
+        because the configuration may have any integer as rank."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
@@ -65,7 +65,9 @@ class _Expressions:
             re.compile(pattern)  # Only to validate, as PEFT does: `re` has no timeout.
             counts = (map(int, re.findall(r"\d+", each)) for each in re.findall(r"{[\d,]+}", given))
             if extended := re.search(r"{(?!\d*,?\d*})|\[\[:", pattern):
-                raise re.error(f"{extended[0]!r} means another thing to regex, which matches here")
+                raise re.error(
+                    f"{extended[0]!r} has another meaning in the package regex, which matches here"
+                )
             if math.prod(max([1, *pair]) for pair in counts) > MOST_REPEATS:
                 raise re.error(f"it repeats too much: at most {MOST_REPEATS} times in all")
             return regex.compile(pattern)
@@ -83,7 +85,7 @@ class _Expressions:
             return match(name, timeout=max(1e-3, self._end_s - time.monotonic()))
         except TimeoutError:
             raise ValueError(
-                f"its regular expressions take more than {MATCHING_S:g} seconds, as does "
+                f"its regular expressions take more than {MATCHING_S:g} seconds; the last one: "
                 f"{expression.pattern!r:.200} for {name}"
             ) from None
 
@@ -106,7 +108,7 @@ def adapted_modules(hf: HfConfig, modules: Collection[str], others: set[str]) ->
 
     def of_modules[T](field: str, read: Callable[[HfConfig, str], T]) -> Callable[[str, T], T]:
         """A function (module's name, default) -> the module's value in `field`. The field maps
-        regular expressions for suffixes of names to numbers. The first matching one is used."""
+        regular expressions for suffixes of names to numbers. The first match is used."""
         given = hf.get(field) or {}
         if not isinstance(given, dict):
             raise ValueError(f"{field} must map names to numbers, not {given!r:.60}")

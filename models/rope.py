@@ -23,7 +23,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     if scaling.kind == "linear":
         return freqs / np.float32(scaling.factor)
     assert scaling.kind == "llama3", scaling
-    # Short wavelengths are kept, long wavelengths are multiplied by `factor`, others are blended.
+    # Short wavelengths are kept, long wavelengths are multiplied by `factor`, the rest is blended.
     original = scaling.original_max_position_embeddings
     rotations = original / (2 * np.pi / freqs)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -40,7 +40,7 @@ def rope_tables(positions, config: ModelConfig):
 
 
 def apply_rope(x_TxNxD, cos, sin):
-    """Heads x [T, N, D] rotated by `rope_tables`, computed in float32, in x's dtype."""
+    """Heads x [T, N, D], rotated by `rope_tables` in float32 and returned in x's dtype."""
     a, b = jnp.split(x_TxNxD.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_TxNxD.dtype)

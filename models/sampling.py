@@ -13,7 +13,7 @@ import numpy as np
 Array = jax.Array | np.ndarray  # The host fills numpy arrays, and the device reads JAX arrays.
 INVALID_TOKEN = -1  # The result of a row whose logits are not finite.
 MAX_LOGIT_BIAS = 300  # The most tokens that a request can bias.
-MAX_LOGPROBS = 20  # The number of alternatives per token with log-probabilities.
+MAX_LOGPROBS = 20  # The number of alternatives with log-probabilities for each token.
 BEAM = 2  # The value of `SamplingArrays.logprobs` for a row that is a beam.
 
 
@@ -167,16 +167,16 @@ def _penalised(logits_SxV, how: SamplingArrays, history_SxC, position_S):
 
 
 def _keep_min_p(scaled_SxV, min_p_S):
-    """The logits, -inf for tokens less probable than min_p times the most probable token."""
+    """The logits, with -inf for tokens below min_p times the largest probability."""
     least = scaled_SxV.max(-1) + jnp.log(min_p_S)
     return jnp.where(scaled_SxV >= least[:, None], scaled_SxV, -jnp.inf)
 
 
 def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
-    """The logits, first -inf outside the top k, then also -inf outside the smallest set of tokens
-    with a probability of at least p in total.
+    """The logits, with -inf for dropped tokens.
 
-    Logits equal to the smallest kept logit are kept too.
+    Top-k keeps the k largest logits. Of these, top-p keeps the fewest largest logits with a total
+    probability of at least p. Logits equal to the smallest kept logit are kept too.
     """
     V = scaled_SxV.shape[-1]
     ordered = jnp.sort(scaled_SxV, axis=-1, descending=True)
@@ -185,7 +185,7 @@ def _keep_top_k_top_p(scaled_SxV, top_k_S, top_p_S):
     probs = jax.nn.softmax(ordered, where=in_top_k, axis=-1)
     mass_before = jnp.cumsum(probs, axis=-1) - probs
     top_p = top_p_S[:, None]
-    # By rounding the cumulative mass may reach 1 too early, but top_p = 1 must keep all tokens.
+    # The rounded cumulative mass may reach 1 too early, but top_p = 1 must keep all tokens.
     kept = in_top_k & ((mass_before < top_p) | (top_p >= 1) | (jnp.arange(V) == 0))
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled_SxV >= threshold, scaled_SxV, -jnp.inf)

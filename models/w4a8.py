@@ -6,8 +6,8 @@ with a float32 scale. Then each group of 128 of these integers, along the inputs
 
     w ~ scale * (group_scale * (code - zero))
 
-Because of the limit 119, group_scale * (code - zero) fits 8 bits for every rounding (QServe's
-protective range). So these integers are exact, and serve as the codes of a W8A8 product.
+Because of the limit 119, group_scale * (code - zero) fits 8 bits however the codes are rounded
+(QServe's protective range). So these integers are exact, and are the codes of a W8A8 product.
 Activations are quantised as in W8A8. QServe's rotations and smoothing, which make weights easier to
 quantise, are not applied.
 """
@@ -73,8 +73,8 @@ def _quotient(x, by):
 
 
 def quantize(params, projections: Collection[str]):
-    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError if a shard's number of inputs of a
-    projection is no multiple of GROUP."""
+    """As `w8a8.quantize`, with `Int4Weights`. Raises ValueError if a device's part of a projection
+    has a number of inputs that is no multiple of GROUP."""
     return w8a8.quantize(params, projections, _weights)
 
 

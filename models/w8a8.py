@@ -32,7 +32,7 @@ class Int8Weights:
 def rounded(x, reduce_max=lambda largest: largest):
     """x [..., n] as codes [..., n] int8, with one scale [...] float32 per vector of n elements.
 
-    reduce_max: largest absolute values [...] on this shard -> their maximum over all shards. It is
+    reduce_max: largest absolute values [...] on this shard -> their maximum over all shards;
         needed if shards split the last axis.
     """
     x = x.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Help texts and bounds of fields, and checks of values, for frozen dataclasses of users."""
+"""Help texts and bounds of fields, and checks of values, for frozen dataclasses that users fill."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may flush smaller values to 0
+SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may flush smaller numbers
 LONGEST_SHOWN = 80  # characters of a refused value
 
 
@@ -45,12 +45,12 @@ def is_real(value) -> bool:
     """Whether `value` is a number within the range of float32."""
     if isinstance(value, float | np.floating):
         return abs(float(value)) <= LARGEST
-    # An integer may be too large for a float, but can be compared with one.
+    # An integer that is too large for a float can still be compared with a float.
     return is_whole(value) and abs(int(value)) <= LARGEST
 
 
 def is_text(value) -> bool:
-    """Whether `value` is a string that can be encoded, which half a surrogate pair cannot be."""
+    """Whether `value` is a string that UTF-8 can encode, without half a surrogate pair."""
     if not isinstance(value, str):
         return False
     try:
@@ -74,7 +74,9 @@ def make_plain(config, unbounded: Collection[str] = ()) -> None:
     """Check a frozen dataclass, and convert numpy values of its fields to plain Python values.
 
     Covers fields declared as a bool, int, float, str, None, a literal or a union of these. Raises
-    ValueError for a value of another type. unbounded: float fields that may be inf or nan.
+    ValueError for a value of another type.
+
+    unbounded: float fields that may be inf or nan.
     """
     cls: Any = type(config)
     for name, exact, kinds in _plain_fields(cls):
@@ -115,7 +117,7 @@ def _described(kinds: tuple) -> str:
 
 
 def require_bounds(config) -> None:
-    """Raise ValueError for the first number of a dataclass outside the bounds of its field."""
+    """Raise ValueError for the first field of a dataclass whose number is outside its bounds."""
     for field in dataclasses.fields(config):
         allowed = outside(field.metadata, value := getattr(config, field.name))
         if allowed is not None:
@@ -123,8 +125,8 @@ def require_bounds(config) -> None:
 
 
 def outside(bounds: Mapping[str, Any], value) -> str | None:
-    """The numbers that a field's metadata allows, in words, if `value` is another one; else None.
-    None is inside all bounds."""
+    """The numbers that `bounds` allow, in words, if `value` is outside them; else None. A `value`
+    of None is inside all bounds."""
     least, above, most, below = map(bounds.get, ("least", "above", "most", "below"))
     if value is None or (
         (least is None or value >= least) and (above is None or value > above)
@@ -142,7 +144,7 @@ def outside(bounds: Mapping[str, Any], value) -> str | None:
 
 
 def _exponent(bound: float) -> str:
-    """A large power of two as 2^31; another number as it is."""
+    """A number as text. Large powers of two are written like 2^31."""
     power = int(bound).bit_length() - 1
     return f"2^{power}" if power >= 15 and bound == 2**power else str(bound)
 
@@ -150,7 +152,7 @@ def _exponent(bound: float) -> str:
 def require(config, conditions: Mapping[str, tuple[bool, str]]) -> None:
     """Raise ValueError for the first field whose condition does not hold.
 
-    conditions: field → (whether its value is good, what is allowed).
+    conditions: field → (whether its value is allowed, the allowed values in words).
     """
     for name, (good, allowed) in conditions.items():
         if not good:

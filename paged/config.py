@@ -32,8 +32,8 @@ class EngineConfig(CacheConfig):
     max_num_seqs: int = described(32, "sequences that run at once", least=1, most=MAX_SEQUENCES)
     max_num_batched_tokens: int = described(
         0,
-        f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs and what prompts "
-        "need that come whole or in tiles",
+        f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs, and the longest "
+        "prompt or prefill tile if the policy needs it in one step",
         least=0,
         most=MAX_STEP_TOKENS,
     )
@@ -51,14 +51,14 @@ class EngineConfig(CacheConfig):
     page_size: int = described(16, "tokens of a KV page", least=1, below=2**31)
     kv_cache_tokens: int = described(
         32_768,
-        "memory of all KV pages: tokens of kv_dtype; in fewer bits as many bytes hold more",
+        "memory of all KV pages, in tokens of kv_dtype; quantised tokens take fewer bytes each",
         least=1,
         below=2**31,
     )
     watermark: float = described(
         0.01, "share of KV blocks that admission leaves free", least=0, below=1
     )
-    policy: str = described("vllm", f"KV-cache policy: {NAMES}, a Policy in a module of yours")
+    policy: str = described("vllm", f"KV-cache policy: {NAMES}, a Policy in a module of your own")
     run_ahead: bool = described(
         True, "whether a step is dispatched before the last one's tokens are read"
     )

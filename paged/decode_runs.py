@@ -3,7 +3,7 @@
 A run equals the engine's loop: the same rows decode, none of them ends, and no waiting request is
 admitted. A run ends before the first step in which the scheduler might decide anything else. The
 policy still decides how memory grows. After a step with prefills, or with rows that end, a run has
-only one step, and the engine applies the earlier step's outputs as usual.
+only one step, and the engine applies the outputs of the step before the run as usual.
 
 The steps of a run have records, but no `schedule` events. A step whose outputs a run applies has no
 `step` event.
@@ -129,8 +129,8 @@ class DecodeRuns:
         cls, config: EngineConfig, scheduler: Scheduler, executor: Executor,
         eos_token_ids: tuple[int, ...],
     ) -> "DecodeRuns | None":  # fmt: skip
-        """The runs of an engine; None on a real device, and if a step dispatches several
-        iterations (multi_step)."""
+        """The runs of an engine; None on a real device, with multi_step, and for an executor that
+        cannot compute several steps in advance."""
         if not isinstance(executor, SimulatedExecutor):
             return None
         if config.multi_step > 1 or not executor.takes_runs:
@@ -141,8 +141,11 @@ class DecodeRuns:
         self, flight: InFlight, until_s: float, max_steps: int, previous_end_s: float
     ) -> Run | None:
         """A run of the steps whose engine calls begin before `until_s`, at least one and at most
-        `max_steps`; None if the scheduler must decide. flight: the step in flight. previous_end_s:
-        the end of the step before it."""
+        `max_steps`; None if the scheduler must decide.
+
+        flight: the step in flight.
+        previous_end_s: the end of the step before `flight`.
+        """
         rows = self._rows(flight) if self._can_grow() else None
         if rows is None:
             return None
@@ -201,8 +204,8 @@ class DecodeRuns:
         lengths = s.length[slots].copy()
         most = min(LONGEST, int((s.limit[slots] - lengths).min()))
         begins = executor.device_free_s
-        # Compute no more steps than `until_s` allows if each takes as long as the last one. Too low
-        # an estimate only costs another run.
+        # Compute no more steps than `until_s` allows if each step takes as long as the last. Too
+        # low an estimate only costs another run.
         a_step = begins - max(flight.dispatched_s, previous_end_s)
         if a_step > 0 and until_s - begins < LONGEST * a_step:
             most = min(most, 3 + max(0, int((until_s - begins) / a_step)))

@@ -56,12 +56,11 @@ PIN = SamplingParams(max_tokens=1, ignore_eos=True, seed=0)
 def exclusive[**P, R](
     method: Callable[Concatenate["Engine", P], R],
 ) -> Callable[Concatenate["Engine", P], R]:
-    """Make a method exclusive in its engine. `_owner` is the name of the thread in the method.
+    """Make a method exclusive: it raises RuntimeError while another call of its engine runs. During
+    the call, `_owner` is the name of the calling thread.
 
     `_settle` runs before the method, and again if the method raises. It recovers from an
     interrupted call, and may be interrupted itself.
-
-    Raises RuntimeError when it is called while another call runs.
     """
 
     @functools.wraps(method)
@@ -106,7 +105,7 @@ class Engine:
         self.requests = Requests(self.metrics, executor.clock, tokenizer)
         self.loop = EngineLoop(model, config, executor, self.requests, self.metrics, self.event_log)
         self.adapters = KnownAdapters(model, config, executor.dtype)
-        self._rng = np.random.default_rng(config.seed)  # seeds of requests without one
+        self._rng = np.random.default_rng(config.seed)  # draws the seeds of requests without a seed
         self._num_requests = 0
         self._owner: str | None = None  # the thread that is in a call
         self._half_done = False  # a change has begun and not ended: see `_settle`
@@ -169,7 +168,7 @@ class Engine:
         between two other calls.
 
         Raises ValueError, naming file and field or tensor, if the adapter cannot be served with
-        this model. Also for a name that is empty or no text, and if no adapters are configured.
+        this model; also without adapter slots, and for a name that is empty or no text.
         """
         self.add_known_adapter(self.adapters.read(name, folder))
 
@@ -282,8 +281,8 @@ class Engine:
 
     @exclusive
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request in any state; returns its output so far. If an interruption loses it,
-        `step` returns it, or the request's stream.
+        """End a request in any state; returns its output so far. If an interruption loses this
+        output, `step` or the request's stream returns it.
 
         Raises ValueError for an id that is unknown or has finished.
         """
@@ -474,7 +473,7 @@ class Engine:
         """End all requests and reset the loop: after half a change host and device may disagree."""
         for group in list(self.requests.unfinished.values()):
             self.requests.fail(group, self.scheduler.slots)
-        # Logged last, because it also ends a request that an interruption left only in the log.
+        # Logged last: the event also ends a request that an interruption left only in the log.
         self.event_log.failure(self.executor.clock.now(), self.loop.round)
         self.loop.reset()
         self._half_done = False

@@ -95,8 +95,11 @@ class EngineLoop:
 
     def run_step(self, until_s: float | None = None, max_steps: int = LONGEST) -> None:
         """Dispatch the next step, if there is anything to compute, and apply the previous step's
-        outputs. until_s: if possible, run up to `max_steps` decode steps whose engine calls
-        begin before this time (`DecodeRuns`)."""
+        outputs.
+
+        until_s: if possible, run up to `max_steps` decode steps whose engine calls begin before
+            this time (`DecodeRuns`).
+        """
         if until_s is not None and self._skip(until_s, max_steps):
             return
         began, self._waited_s = time.perf_counter(), 0.0

@@ -17,12 +17,14 @@ from paged.scheduling.scheduled_step import ScheduledStep
 class EventLog:
     """Appends an event to `events`, a list of dicts, for each input, decision and result, in order.
 
-    event: the event's name.
-    time_s: seconds on the engine's clock.
-    round: `EngineLoop.round` at that time.
-    step: the number of a dispatched step.
-    pages: in events schedule and pages, operations on units of the policy's pools since the last
-        of these events, in order: (pool, verb, units). In event load, the adapter's rank pages.
+    Fields that several events share:
+        event: the event's name.
+        time_s: seconds on the engine's clock.
+        round: `EngineLoop.round` at that time.
+        step: the number of a dispatched step.
+        pages: in schedule and pages events, (pool, verb, units) of each operation on units of the
+            policy's pools since the last such event, in order. In load events, the adapter's rank
+            pages.
 
     Events by name:
         engine: the first event.
@@ -143,7 +145,9 @@ class EventLog:
         self, record: StepRecord, step: ScheduledStep, sampled: np.ndarray, report: Any = None
     ) -> None:
         """sampled: [I, n] tokens by iteration and scheduled row; the event has NO_TOKEN where a row
-        yields none. report: the KV policy's report; None if the policy makes none."""
+            yields none.
+        report: the KV policy's report; None if the policy makes none.
+        """
         asked = np.arange(len(sampled))[:, None] < step.yields
         tokens = np.where(asked, sampled, NO_TOKEN)
         self._events.append({"event": "step", **vars(record), "tokens": tokens, "report": report})

@@ -2,7 +2,7 @@
 
 Ctrl-C raises KeyboardInterrupt in whatever Python code runs. In finalizers, and in callbacks of
 weak references and of the garbage collector (JAX has one), Python only prints the exception, and
-continues without an interrupt.
+continues.
 """
 
 import signal
@@ -13,7 +13,7 @@ import traceback
 from types import CodeType
 
 AGAIN_S = 0.01
-# The signal that is sent again for each exception; subclasses need entries of their own.
+# The signal to send again, by class of the exception. Subclasses need entries of their own.
 SIGNALS: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT}
 
 

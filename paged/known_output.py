@@ -31,8 +31,8 @@ def check_known(
     """Raise ValueError unless a request with this prompt can continue `known`.
 
     known: one output for each sequence of the request, in the order of streamed outputs. A final
-        output may rank them differently.
-        Sequences with finish_reason None or 'abort' continue.
+        output may rank the sequences differently. Sequences with finish_reason None or 'abort'
+        continue.
     """
     check_sequence("known", "SequenceOutput", known)
     if not all(isinstance(output, SequenceOutput) for output in known):
@@ -41,8 +41,7 @@ def check_known(
         raise ValueError("a beam search cannot go on from known output: it must begin again")
     if len(known) != sampling.num_sequences:
         raise ValueError(
-            f"known output is of {len(known)} sequences, and the request has "
-            f"{sampling.num_sequences}"
+            f"known output has {len(known)} sequences, and the request has {sampling.num_sequences}"
         )
     if not config.capabilities.recompute:
         raise ValueError(f"policy {config.policy!r} cannot recompute known output")
@@ -75,7 +74,7 @@ def _check_one(
             + ", and one is to be generated" * goes_on
         )
     if goes_on and len(tokens) and _has_ended(tokens, sampling, tokenizer, model):
-        raise ValueError("known output has come to its end, and has no finish_reason that says so")
+        raise ValueError("known output has come to its end, and has no finish_reason")
 
 
 def _has_ended(tokens: np.ndarray, sampling: SamplingParams, tokenizer, model: ModelConfig) -> bool:

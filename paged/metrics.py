@@ -10,7 +10,7 @@ from paged.requests.sequence import RequestOutput, SequenceGroup
 from paged.scheduling.scheduled_step import ScheduledStep
 from paged.scheduling.scheduler import Scheduler
 
-NO_TOKEN = -2  # value in the log for a row that yields no token in an iteration; a beam never does
+NO_TOKEN = -2  # value in the log for a row without a token in an iteration; beams yield none
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class RequestRecord:
     """One finished request. Times are in seconds on the engine's clock.
 
     first_token_s: None if the request ended before its first token.
-    output_tokens: output tokens of all its sequences, known output included.
+    output_tokens: output tokens of all its sequences, or of a beam search's returned hypotheses;
+        known output included.
     cached_tokens: tokens from the prefix cache or a pinned prefix, also in recomputations after
         preemptions.
     """
@@ -130,9 +131,9 @@ class Metrics:
     """The records of an engine, which grow until `clear`.
 
     events: written by `EventLog`.
-    compilations_warmup, compilations_after_warmup: programs compiled in this process from the
-        engine's construction to the end of `warm_up`, and since then. Without `warm_up`, all are
-        in the second.
+    compilations_warmup: programs compiled in this process from the engine's construction to the
+        end of `warm_up`.
+    compilations_after_warmup: programs compiled since then; all programs without `warm_up`.
     """
 
     steps: list[StepRecord] = field(default_factory=list)

@@ -21,8 +21,8 @@ from paged.scheduling.slots import Slots
 def request_output(group: SequenceGroup, tokenizer) -> RequestOutput:
     """The current output of a request.
 
-    The text of a running sequence is what its text stream has so far, if it has one. Other text is
-    decoded anew; without a tokenizer it is empty.
+    A running sequence with a text stream has the stream's text so far. Other text is decoded anew;
+    without a tokenizer it is empty.
     """
     how = group.sampling
     prompt = group.sequences[0].tokens[: group.num_prompt_tokens]
@@ -86,8 +86,8 @@ def record_logprobs(
 
     at: (iteration, row) of each sequence's token in the arrays of `logprobs`.
 
-    A simulated device computes only the log-probabilities of beams' candidates. Sampled tokens have
-    NaN in a step with beams; other steps have no `logprobs`.
+    A simulated device computes only the log-probabilities of beams' candidates. In its steps with
+    beams, sampled tokens have NaN. Its other steps have no `logprobs`.
     """
     for sequence, token, where in zip(sequences, tokens.tolist(), at, strict=True):
         if math.isnan(logprobs.chosen[where]):
@@ -102,8 +102,8 @@ def record_logprobs(
 def record_prompt_logprobs(step: ScheduledStep, slots: Slots, logprobs: Logprobs | None) -> None:
     """Record log-probabilities of prompt tokens; each comes from the logits of the token before.
 
-    If the device computes none, NaN is recorded. With None, the prompt could use nothing from the
-    prefix cache after a preemption, and caching must not depend on the device.
+    If the device computes none, NaN is recorded. None instead would keep a preempted prompt from
+    using the prefix cache, and caching must not depend on the device.
     """
     at = 0
     for row in range(step.num_prefills):

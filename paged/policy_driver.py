@@ -18,7 +18,7 @@ Chunks = Sequence[tuple[int, int]]  # (slot, number of tokens) of a step's chunk
 
 
 class HostDriver:
-    """A host half with a sequence in each slot, and the inputs of steps that compute their tokens.
+    """A host half with a sequence in each slot, and inputs of steps that compute these sequences.
 
     prompts: tokens of each sequence at admission.
     limits: most tokens of each sequence.
@@ -86,7 +86,7 @@ class HostDriver:
 
 
 def decode_inputs(config: EngineConfig, model: ShardedModel, contexts: Sequence[int]) -> StepInputs:
-    """Inputs of a greedy decode step of every slot. contexts: tokens of each sequence after it."""
+    """Inputs of a greedy decode step of every slot. contexts: each sequence's tokens afterwards."""
     driver = HostDriver(config, model, contexts, contexts)
     driver.advance(np.arange(len(contexts)), np.array(contexts) - 1)
     return driver.decode()

@@ -17,7 +17,7 @@ from paged.scheduling.scheduler import Scheduler
 
 
 class Postprocessor:
-    """Passes a step's tokens to the scheduler's sequences, and their outputs to `Requests`."""
+    """Passes a step's tokens to the scheduler, and the requests' outputs to `Requests`."""
 
     def __init__(
         self, model: ModelConfig, scheduler: Scheduler, requests: Requests, event_log: EventLog
@@ -28,8 +28,11 @@ class Postprocessor:
     def apply(
         self, flight: InFlight, sampled: np.ndarray, outputs: StepOutputs, now: float
     ) -> None:
-        """sampled: [I, n] tokens by iteration and scheduled row. now: the step's end in seconds on
-        the engine's clock."""
+        """Apply a step's outputs.
+
+        sampled: [I, n] tokens by iteration and scheduled row.
+        now: the step's end in seconds on the engine's clock.
+        """
         for iteration in range(flight.step.iterations):
             self._tokens(flight, iteration, sampled[iteration], outputs, now)
         if flight.step.has_beams:

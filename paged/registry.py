@@ -15,7 +15,9 @@ from paged.scheduling.slots import Slots
 
 
 class Requests:
-    """unfinished: requests without their last output, by id.
+    """The accepted requests, and their outputs.
+
+    unfinished: requests without their last output, by id.
     outputs: outputs that the next call of `step` returns.
     streams: requests of `stream` by id, until their last output is fetched, each with a weak
         reference to its iterator. The reference has no callback, because an interrupt in a callback
@@ -40,7 +42,7 @@ class Requests:
         return any(output.request_id == request_id for output in self.outputs)
 
     def new_id(self) -> str:
-        """An id that was never returned here before, and that is not in use."""
+        """An id that is not in use, and that this method has never returned."""
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if not self.in_use(name))
 
@@ -103,7 +105,7 @@ class Requests:
         del self.unfinished[group.request_id]
 
     def fail(self, group: SequenceGroup, slots: Slots) -> None:
-        """End a request with the tokens so far, after a failure in any state. Sequences that had
+        """End a request in any state, after a failure, with the tokens so far. Sequences that had
         not ended get the reason 'error'."""
         for sequence in group.sequences:
             if (slot := sequence.slot) >= 0:

@@ -4,7 +4,7 @@ All shards run the same step on the same inputs and block tables. As in Megatron
 some query heads, their KV heads with the pages, and a share of the MLP. Two all-reduces a layer,
 after 'wo' and 'w_down', complete the hidden states. Other collectives are needed in two cases only:
 shards share a KV head whose queries select pages or tokens (kv_cache/shared_heads.py), or a token's
-activations are quantized with one scale (models/w8a8.py). Embeddings, logits and sampling are not
+activations are quantised with one scale (models/w8a8.py). Embeddings, logits and sampling are not
 split: every shard computes them in full, and samples the same tokens.
 """
 
@@ -86,7 +86,7 @@ class Shards:
         return x if self.size == 1 else jax.device_put(x, self._sharding(param))
 
     def place_layers(self, param: Param, x: np.ndarray) -> jax.Array:
-        """Place a parameter's stack of all layers, [L, ...], in the way of `place`."""
+        """Place a parameter's stack of all layers [L, ...], as `place` places each layer."""
         if self._head_order is not None:
             layers = zip(x, self._head_order, strict=True)
             x = np.stack([_in_order(param.axes[1:], each, order) for each, order in layers])
@@ -122,7 +122,7 @@ class Shards:
         return self.abstract_declared(family(self._whole).declare(self._whole), dtype)
 
     def abstract_declared(self, declaration, dtype):
-        """See `abstract_params`. This is for the parameters of `declaration`."""
+        """The parameters of `declaration` in `dtype`, as in `abstract_params`."""
         copies = max(1, self.size // self._whole.num_kv_heads)
 
         def abstract(param: Param):
@@ -155,8 +155,10 @@ class Shards:
         return Reduce(lambda y: jax.lax.psum(y, AXIS), lambda x: jax.lax.pmax(x, AXIS))
 
     def jit(self, function: Callable, in_specs, out_specs, donate_argnums=()) -> jax.stages.Wrapped:
-        """Jit `function` to run on each shard. in_specs, out_specs: partition specs of arguments
-        and results, as in `jax.shard_map`."""
+        """Jit `function` to run on each shard.
+
+        in_specs, out_specs: partition specs of arguments and results, as in `jax.shard_map`.
+        """
         if self.size > 1:
             # All shards compute the same replicated values, but check_vma cannot prove this through
             # loops.

@@ -69,7 +69,7 @@ def check_arrival(request_id, arrival_time, stream, cache_salt, now: float) -> N
 
 
 def check_salt(cache_salt) -> None:
-    """Raise ValueError unless the salt is text: hashing it at admission would end all requests."""
+    """Raise ValueError unless the salt is text: at admission the error would end all requests."""
     if not is_text(cache_salt):
         raise refusal("cache_salt", "a text", cache_salt)
 
@@ -100,7 +100,8 @@ def validated_prompt(
 ) -> np.ndarray:
     """The prompt as token ids [n] int32.
 
-    Raises ValueError, saying what is wrong and what is allowed, for a request that could never run.
+    Raises ValueError for a request that could never run. The message names the wrong value and the
+    allowed values.
     """
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling must be SamplingParams, not {sampling!r}")
@@ -143,12 +144,14 @@ def validated_prompt(
 
 
 def token_ids(what: str, tokens, vocab_size: int) -> np.ndarray:
-    """A list or array as token ids [n] int32. Raises ValueError for other values. what: the name of
-    `tokens` in errors."""
+    """A list or array as token ids [n] int32. Raises ValueError for other values.
+
+    what: the name of `tokens` in errors.
+    """
     # numpy would accept bytes as numbers, and masked tokens as tokens.
     unfit = isinstance(tokens, (*_BYTES, np.ma.MaskedArray))
     ids = np.asarray(tokens)
-    # The kind is compared, because numpy counts time spans among the integers.
+    # The dtype's kind is compared, because numpy counts time spans among the integers.
     if unfit or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"{what} of token ids must be a flat list of integers")
     bad = ids[(ids < 0) | (ids >= vocab_size)]

@@ -126,12 +126,12 @@ def tile_layout(without: int | None = None):
 
 
 def tiled(columns: int, rows: int = 8) -> tuple:
-    """Shared memory in consecutive tiles of `rows` rows and `columns` columns."""
+    """The transforms that store shared memory in tiles of `rows` rows and `columns` columns."""
     return (plgpu.TilingTransform((rows, columns)),)
 
 
 def swizzled(columns: int, rows: int = 8, itemsize: int = 2) -> tuple:
-    """`tiled` and swizzled, without bank conflicts if a row is 64 or 128 bytes."""
+    """`tiled`, with a swizzle that avoids bank conflicts if a row is 64 or 128 bytes."""
     return (*tiled(columns, rows), plgpu.SwizzleTransform(itemsize * columns))
 
 
@@ -173,8 +173,8 @@ def multiply_add(value, a, b, meanwhile: Callable):
 
 
 def product_but(newer: int, acc_ref):
-    """The value of a product's accumulator, after a wait until at most the latest `newer` products
-    run."""
+    """The value of a product's accumulator, after a wait for all products except the latest
+    `newer`."""
     from jax._src.pallas.mosaic_gpu.primitives import wgmma_accumulator_load
 
     return wgmma_accumulator_load(acc_ref, wait_n=newer)
@@ -219,7 +219,7 @@ def in_runs(first, count, most: int, copy: Callable) -> None:
 
 
 # The next three functions are for GPUs before Hopper. The interpreter has neither cp.async nor mma.
-# In the interpreter a copy ends at once, so it cannot show whether a kernel waits for its copies.
+# Its copies end at once, so the interpreter cannot show whether a kernel waits for its copies.
 
 
 def copy_async(source, destination) -> None:
@@ -273,14 +273,14 @@ def loop_constants(eqn) -> int:
 
 
 def products_left(eqn) -> int | None:
-    """The most products still running after an equation that waits for older products; None for an
-    equation that does not wait."""
+    """The most products that still run after an equation's wait for products; None for an equation
+    without such a wait."""
     name = eqn.primitive.name.removesuffix("_p")  # as JAX 0.11 calls it
     return eqn.params.get({"wgmma_accumulator_deref": "wait_n", "wgmma_wait": "n"}.get(name, ""))
 
 
 def reduces_rows(eqn) -> bool:
-    """Whether an equation is a `reduced_rows`, with an array and scratch memory as operands."""
+    """Whether an equation is a `reduced_rows`. Its operands are an array and scratch memory."""
     return eqn.primitive.name.removesuffix("_p") == "inline_mgpu"
 
 
@@ -294,8 +294,10 @@ def is_shared_memory(aval) -> bool:
 
 
 def viewed(eqn, operand: int):
-    """The shape and dtype of the part that a copy or a product accesses of its operand number
-    `operand`. A value in registers is accessed whole."""
+    """The shape and dtype of the accessed part of a copy's or product's operand.
+
+    operand: the operand's number. A value in registers is accessed whole.
+    """
     params, aval = eqn.params, eqn.invars[operand].aval
     names = {
         "copy_gmem_to_smem": ("src_transforms_treedef", "dst_transforms_treedef"),

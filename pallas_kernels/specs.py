@@ -122,7 +122,7 @@ class Spec:
         return jax.eval_shape(self.arguments, jax.random.key(0))
 
     def drawn_indices(self) -> dict[str, jax.Array]:
-        """The arrays `indices` for a fixed random key. Other arrays use no memory."""
+        """The arrays `indices` for a fixed random key. All other arrays use no memory."""
         draw = jax.jit(lambda key: {name: self.arguments(key)[name] for name in self.indices})
         return draw(jax.random.key(0))
 
@@ -222,7 +222,7 @@ class Op:
             return None
         with backend.compiling_for(gpu):
             drawn = named.drawn_indices()
-            # One program: operation by operation a plan compiles about ninety.
+            # One program, because a plan without jit compiles about ninety programs.
             (plan,) = jax.jit(lambda arrays: named.planned(arrays, kernel))(drawn).values()
             return named.balance(plan, **drawn)
 
@@ -236,8 +236,9 @@ class Attention:
     context: the most tokens of a sequence.
     chunk: the number of a sequence's last tokens that a prefill computes.
     page_size: tokens of a page.
-    ragged: whether lengths are random and include 0, 1 and `page_size` + 1. Otherwise every
-        sequence has `context` tokens, unless `tokens` is given.
+    ragged: whether lengths are random, except that sequence 0 has `context` tokens, and sequences 2
+        to 4 have 0, 1 and `page_size` + 1. Otherwise every sequence has `context` tokens, unless
+        `tokens` is given.
     tokens: the length of each sequence, if lengths are neither random nor all equal. Tables still
         have room for `context` tokens.
     scores_std: the standard deviation of scores, before a soft cap.
@@ -287,8 +288,8 @@ class Attention:
         return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
 
     def pages(self, key) -> dict[str, jax.Array]:
-        """Pools, and tables with all pages of the pools in random order. With `tokens`, pools only
-        have the pages of these tokens, and the rest of each table has page id 0."""
+        """Pools, and tables with all pages of the pools in random order. With `tokens`, pools have
+        only the pages of these tokens, and unused entries of tables are page id 0."""
         K, D = self.heads.K, self.heads.D
         M = -(-self.context // self.page_size)
         held = np.full(self.sequences, M)

@@ -19,13 +19,15 @@ from paged.simulator.machines import machine
 
 @dataclass(frozen=True)
 class ContextFlags(Flags):
-    model: str = flag("configs/models/llama-3-8b", "whose shape; no weights are read", path=True)
+    model: str = flag(
+        "configs/models/llama-3-8b", "model with this shape; no weights are read", path=True
+    )
     gpus: tuple[str, ...] = flag(("a100-40", "a100-80"), "by data sheet")
 
 
 @dataclass(frozen=True)
 class Row:
-    """tokens: of one sequence, keys and values in 16 bits."""
+    """tokens: length of the longest sequence whose 16-bit keys and values fit on the GPU."""
 
     gpu: str
     tokens: int
@@ -56,7 +58,7 @@ STUDY = Study(
     claim="twice the memory holds more than twice the context, as weights stay",
     rule="tokens on 80 GB over tokens on 40 GB above 2",
     holds=lambda v: v["tokens_a100-80"] > 2 * v["tokens_a100-40"],
-    setting=Setting("Llama-3-8B, one sequence", "there is no paper's", "paper"),
+    setting=Setting("Llama-3-8B, one sequence", "the paper has no such figure", "paper"),
     flags=ContextFlags,
     measure=measure,
     values=values,

@@ -1,4 +1,4 @@
-"""A step as data: the arrays that a step of three requests hands to the device, drawn from a run.
+"""The arrays that a step of three requests passes to the device, drawn from a run of the engine.
 
 python docs/examples/step_as_data.py [PICTURE]
 """
@@ -19,12 +19,12 @@ from paged.step_inputs import FROM_DEVICE, StepInputs
 
 PICTURE = Path(__file__).parents[1] / "step.png"
 P = 4  # tokens of a page
-NOWHERE = -2  # of padding: its key and value are dropped
+NOWHERE = -2  # slot of a padding token, whose key and value are not written
 SHOWN = ("tokens", "positions", "token_rows", "query_starts", "lengths", "last_tokens", "tables")
 
 
 class Recorder(SimulatedExecutor):
-    """Makes tokens up, and keeps the arrays of each step."""
+    """A simulated executor that keeps the inputs of each step."""
 
     def __init__(self, vocab_size: int):
         super().__init__(vocab_size=vocab_size, dtype="float32")
@@ -36,7 +36,7 @@ class Recorder(SimulatedExecutor):
 
 
 def step() -> StepInputs:
-    """The second step: A, of 6 tokens, came before and decodes; the prompts of B and C come in."""
+    """The inputs of the second step: A (a prompt of 6 tokens) decodes, B and C prefill."""
     model = checkpoint.load_config("bundled")
     config = EngineConfig(
         page_size=P, kv_cache_tokens=10 * P, max_num_seqs=4, max_model_len=3 * P,
@@ -54,7 +54,7 @@ def step() -> StepInputs:
 
 
 def slot_mapping(inputs: StepInputs) -> np.ndarray:
-    """[T] where each token's key and value go: page * P + offset. NOWHERE for padding."""
+    """The slot [T] of each token's key and value: page * P + offset; NOWHERE for padding."""
     row = np.minimum(inputs.token_rows, len(inputs.lengths) - 1)
     page = np.asarray(inputs.tables)[row, inputs.positions // P]
     slots = page * P + inputs.positions % P
@@ -62,12 +62,12 @@ def slot_mapping(inputs: StepInputs) -> np.ndarray:
 
 
 def colour(row: int) -> str:
-    """Of a row of the step; grey for padding."""
+    """The colour of a row of the step; grey for padding."""
     return {0: COLOURS[1], 1: COLOURS[2], 2: COLOURS[0]}.get(row, FREE)
 
 
 def cells(axes: Axes, y: float, name: str, values, rows, x: int = 0) -> None:
-    """A row of numbers, each in the colour of the request that it is of."""
+    """Draws a row of numbers. Each number has the colour of its request."""
     axes.text(x - 0.3, y + 0.4, name, ha="right", va="center", fontsize="small")
     for at, (value, row) in enumerate(zip(values, rows, strict=True), x):
         text = {FROM_DEVICE: "device", NOWHERE: "–"}.get(int(value), str(value))

@@ -3,8 +3,8 @@
 python -m experiments.bench.http   # extra `serve`
 
 Requests arrive open-loop, Poisson, at each of --request_rates. Latencies are measured at the lowest
-rate. Throughput is measured at the highest, which should exceed what the engine can serve. Each
-round serves the trace in three ways:
+rate, and throughput at the highest rate, which should exceed the engine's throughput. Each round
+serves the trace in three ways:
 
     offline     the engine in this process
     unstreamed  the server in its own process; the client in this process waits for whole answers
@@ -12,7 +12,7 @@ round serves the trace in three ways:
 
 The client is a plain socket; it parses the received bytes after the run. Then --disconnects clients
 cut their connections at random times while other requests run. Tokens of all completed requests are
-compared with the engine's own. Tokens that differ are lost, except near ties
+compared with the engine's own. Tokens that differ count as lost, except near ties
 (`experiments.lib.near_ties`) and the tokens after near ties. The server's log is server.log.
 """
 
@@ -61,8 +61,8 @@ class HttpFlags(ExecutorFlags):
     request_rates: tuple[float, ...] = flag((20.0, 250.0), "Poisson arrivals per second", above=0)
     rounds: int = flag(3, "of the highest rate", least=1)
     disconnects: int = flag(1000, "clients that leave early", least=1)
-    disconnect_rate: float = flag(50.0, "of them per second", least=0.1)
-    disconnect_s: float = flag(2.0, "after which the last has left", least=0.001)
+    disconnect_rate: float = flag(50.0, "disconnections per second", least=0.1)
+    disconnect_s: float = flag(2.0, "seconds after which the last client has left", least=0.001)
     engine: EngineConfig = ENGINE
     server: ServerConfig = SERVER
 
@@ -79,11 +79,11 @@ class HttpFlags(ExecutorFlags):
 class Row:
     """A trace served once.
 
-    Times are seconds from a request's arrival: the engine's records offline, the client's
-    otherwise.
+    Times are seconds from a request's arrival: offline from the engine's records, otherwise from
+    the client's clock.
 
     cpu_ms_per_token: CPU time of all processes.
-    lost: tokens that differ from the engine's own.
+    lost: see `Bench.lost`.
 
     In the row of the disconnects, `requests` is the number of clients that leave early, and `lost`
     is the number of lost tokens of the other requests. Only this row has:

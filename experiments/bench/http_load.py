@@ -32,7 +32,7 @@ EVENT = b"data: "
 # Longest waits for the server: to compile, to have no request, and to end.
 START_S, IDLE_S, END_S = 600.0, 60.0, 90.0
 COMPLETIONS = "/v1/completions"
-LONG_OUTPUT = 512  # max_tokens of a client that disconnects before they are generated
+LONG_OUTPUT = 512  # max_tokens of clients that disconnect before their outputs end
 SENDING = 10  # one in SENDING clients disconnects with part of its request sent
 
 
@@ -284,9 +284,9 @@ async def leave_early(
     port: int, model: str, requests: Sequence[Request], count: int, rate: float, most_s: float,
     longest: int, seed: int,
 ) -> int:  # fmt: skip
-    """Run `count` clients, `rate` a second, that disconnect within `most_s` seconds: one in SENDING
-    while it sends, the others while they wait or read. Returns the number of clients without a
-    whole answer."""
+    """Run `count` clients, `rate` a second, that disconnect within `most_s` seconds: one client in
+    SENDING while sending, the others while waiting or reading. Returns the number of clients
+    without a whole answer."""
     rng = np.random.default_rng([seed, 4])
     asked = []
     for i in range(count):

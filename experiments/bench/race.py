@@ -33,8 +33,8 @@ RANDOM_100M = ModelConfig(
 Tokens = list[list[int]]
 System = Callable[[Tokens, int], Tokens]  # (prompts, output tokens of each) -> outputs
 
-# Options of transformers' continuous batching. They are among the fastest for prefill and for
-# decode, over pages of 16 to 256 tokens and steps of 32 to 2,048 tokens. Blocks are not shared,
+# Options of transformers' continuous batching. Of pages of 16 to 256 tokens and steps of 32 to
+# 2,048 tokens, these sizes are among the fastest for prefill and for decode. Blocks are not shared,
 # because otherwise the prompts of later runs would hit the prefix cache.
 CONTINUOUS: dict[str, Any] = {
     "page_size": 64,
@@ -104,8 +104,8 @@ def with_peft(model, folders: Mapping[str, Path]):
 
 
 def continuous(model, max_batch: int, max_model_len: int) -> tuple[System, Callable[[], None]]:
-    """The system for batches and sequences up to these sizes, and a function that stops its
-    background thread."""
+    """(transformers' continuous batching as a system, a function that stops its background thread),
+    for batches and sequences up to these sizes."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     pages = -(-max_model_len // CONTINUOUS["page_size"]) + 1

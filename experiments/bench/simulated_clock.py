@@ -1,4 +1,4 @@
-"""Durations of runs in simulated time, with rates fitted on this machine, beside the real ones.
+"""Durations of runs in simulated time, with rates fitted on this machine, beside real durations.
 
     python -m experiments.bench.simulated_clock
 
@@ -67,10 +67,10 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True)
 class ClockFlags(Flags):
-    traces: tuple[str, ...] = flag(tuple(TRACES), "that are served", choices=tuple(TRACES))
-    requests: int = flag(64, "of each trace at most", least=1)
-    measured: int = flag(16, "requests before and after, whose steps are measured", least=1)
-    seed: int = flag(1, "of the requests whose steps are measured", least=0)
+    traces: tuple[str, ...] = flag(tuple(TRACES), "traces to serve", choices=tuple(TRACES))
+    requests: int = flag(64, "requests of each trace at most", least=1)
+    measured: int = flag(16, "requests whose steps are measured, before and after", least=1)
+    seed: int = flag(1, "seed of the requests whose steps are measured", least=0)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Rates:
 
 
 def size_of(inputs: StepInputs) -> np.ndarray:
-    """[6] The step's multiple of each field of `Rates`, in the order of the fields."""
+    """[6] The factor on each field of `Rates` in the step's time, in the order of the fields."""
     prompts, prefill = inputs.num_prefill_rows, inputs.num_prefill_tokens
     lengths = np.asarray(inputs.lengths, np.float64)
     new = np.diff(np.asarray(inputs.query_starts, np.float64))

@@ -9,7 +9,7 @@ prompts of ragged lengths. The end-of-sequence token is ignored:
     static      transformers' `generate` on one left-padded batch
     continuous  transformers' continuous batching, the manager behind `generate_batch`, kept running
 
-Each system is warmed up on the same batch. Then they take turns; reported times are medians.
+Each system is warmed up on the same batch. Then systems take turns; reported times are medians.
 Models: 'bundled', and '100m', a random Llama of 110 million parameters. The engine's decode steps
 are also compared with their floor (paged/simulator/roofline.py). Without torch (the extra `parity`)
 `ours` runs alone, and the claim is not tested.

@@ -2,8 +2,8 @@
 
     python -m experiments.gpu.check --output_dir=experiments/results/h200
 
-It needs the repository and JAX with CUDA, but no absl: its flags are argparse's. Other kernel
-libraries that can be imported are timed as peers. In order:
+The program needs the repository and JAX with CUDA, but not absl: argparse parses the flags. Other
+kernel libraries that can be imported are timed as peers. In order:
 
 1. every op and named argument spec: errors against `reference` in float32, and bit equality of
    two runs; also long contexts, large logits, and chunks after long histories;
@@ -184,9 +184,9 @@ def time_spec(
 
 
 def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> float:
-    """Seconds of one call that writes its pools in place. The program makes several calls one after
-    the other on the same pools. A program with half as many calls is timed too. Pools are not
-    donated, so both programs copy the pools, and the difference of the times excludes the copy."""
+    """Seconds of one call that writes its pools in place. A timed program makes several calls, one
+    after the other, on the same pools; another makes half as many calls. Pools are not donated, so
+    both programs copy the pools, and the difference of the times excludes the copy."""
     assert len(sets) > 1, "a call in place is timed as the difference of several"
 
     def run_all(pools, sets):
@@ -288,7 +288,7 @@ def main(argv: list[str]) -> str | None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output_dir", help="folder for gpu_check.json; none if not given")
-    parser.add_argument("--overwrite", action="store_true", help="an older gpu_check.json there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an older gpu_check.json")
     several = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--op", type=several, default=list(OPS), help="default: all")
     parser.add_argument("--spec", type=several, help="default: all")

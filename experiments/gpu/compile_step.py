@@ -17,10 +17,10 @@ once, and reads the input and writes the output of each matrix product once. End
 
 Needs the extra `aot`, but no GPU.
 
-Without a GPU to time matrix products on, the compiler guesses which implementations are fast. It
+Without a GPU to time matrix products on, the compiler guesses which implementations are fast, and
 splits many products along the contraction (split-K). Their partial sums fit a GPU's L2 cache, but
-are then most of the bytes that a decode step moves beyond the floor. --whole_products disables
-split-K, so that the report shows the other bytes.
+are most of the bytes that the report counts beyond the floor of a decode step. --whole_products
+disables split-K, so that the report shows the other bytes.
 """
 
 import math

@@ -1,7 +1,6 @@
 """The engine's decode step at a real model's shapes, with random weights.
 
-This is a separate module, because it needs the engine's packages. Without these packages,
-experiments.gpu.check runs with JAX alone.
+A separate module, because experiments.gpu.check must also run without the engine's packages.
 """
 
 import time

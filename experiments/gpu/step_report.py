@@ -56,7 +56,7 @@ class Step:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens of its sequence that a decode token reads."""
+        """Context tokens that a decode token reads."""
         return self.context if self.tokens_read is None else self.tokens_read
 
     @property
@@ -73,14 +73,14 @@ class Step:
 
     @property
     def lengths(self) -> tuple[list[int], list[int]]:
-        """Context and new tokens of each sequence; the prompt comes last."""
+        """(context tokens, new tokens) of each sequence; the prompt comes last."""
         prompt = [self.prefill_tokens] if self.prefill_tokens else []
         return [self.decode_tokens] * self.decodes + prompt, [1] * self.decodes + prompt
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """How a policy's step is compiled.
+    """A policy's part of `experiments.gpu.compile_step`.
 
     step: (step, config, shards, dtype) -> the step, with the policy's reads and ops filled in.
     options: (model, share of streaming heads, bits of keys and values) -> policy options; None for
@@ -137,7 +137,7 @@ def report_of(
     text: str, model: ModelConfig, gpu: Target, step: Step, dtype, kv_cache_tokens: int,
     tensor_parallel: int, seconds: float, memory: dict[str, int], spilled: int,
 ) -> Report:  # fmt: skip
-    """The report on a program. text: its HLO. model: one device's shard of the model."""
+    """The report on a program. text: the program's HLO. model: one device's shard of the model."""
     program, pool, kv_bytes = (
         hlo.Program(text),
         memory["pools"] // step.pools,
@@ -149,7 +149,7 @@ def report_of(
         traffic = program.traffic(op, pool)
         read = traffic.read
         if traffic.pools:
-            # The kernel's shape marks decode tokens; other shapes are the prompt's.
+            # A kernel with this shape serves decode tokens; any other serves the prompt.
             decodes = f"[{step.decodes * model.num_kv_heads}," in op.shape
             tokens = step.decodes * step.decode_tokens if decodes else step.prefill_tokens
             # One pool may be several operands.
@@ -272,7 +272,7 @@ def _faults(
 
 
 def _layer(program: hlo.Program, layer: int) -> list[hlo.Op]:
-    """The kernels of a layer: from the first kernel with its weights to the next layer's first."""
+    """The kernels from a layer's first, which reads its weights, up to the next layer's first."""
     first: dict[int, int] = {}
     kernels = program.kernels()
     for i, kernel in enumerate(kernels):

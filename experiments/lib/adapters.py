@@ -20,9 +20,9 @@ def adapters_flag() -> str:
     """A field of `Flags`, for `asked_for`."""
     return flag(
         "",
-        "a folder of folders, of which each holds one LoRA adapter as PEFT writes it "
-        "(adapter_config.json and weights) and names it; or a number, of random ones of rank "
-        f"{random_adapters.RANK} that are written to --output_dir; empty for none",
+        "a folder with a folder for each LoRA adapter, as PEFT writes it (adapter_config.json and "
+        "weights), whose name is the adapter's; or a number of random adapters of rank "
+        f"{random_adapters.RANK}, which are written to --output_dir; empty for none",
         path=True,
     )
 

@@ -101,10 +101,10 @@ def mean_interval(values, seed: int = 0) -> Interval:
 
 
 def accuracies(ours: Evaluation, others: Evaluation | None = None) -> list[Accuracy]:
-    """Accuracy by (task, context), in order of appearance; then over all pairs if several.
+    """Accuracy by (task, context), in order of appearance; if several, also over all prompts.
 
-    others: another run, which `require_all` has accepted. Raises ValueError if its reference answer
-    to a prompt differs.
+    others: another run, which `require_all` has accepted.
+    Raises ValueError if a reference answer differs between the runs.
     """
     groups: dict[tuple[str, int], list[Answer]] = {}
     for answer in ours.answers:
@@ -158,7 +158,7 @@ def read(path: str) -> Evaluation:
 
 
 def require_all(others: Evaluation, problems: Mapping[tuple[str, int], Sequence]) -> None:
-    """Raise ValueError if the run to compare with lacks a prompt, or its reference answer differs.
+    """Raise ValueError if the run to compare with lacks a prompt, or has another reference answer.
     Called before any prompt is answered."""
     expected = {answer.key: answer.expected for answer in others.answers}
     keys = expected.keys() & others.distributions.keys()

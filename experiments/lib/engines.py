@@ -1,4 +1,4 @@
-"""Engines of the experiments, from weights and an executor; configurations are checked first."""
+"""Build engines from weights and an executor, after checks of their configurations."""
 
 import os
 from pathlib import Path

@@ -118,8 +118,8 @@ END = {"event": TEXT, "events": COUNT, "complete": TRUTH}
 class EventLog(list[dict]):
     """The events of a log file. complete: False if the run was interrupted.
 
-    Construction raises ValueError, naming file and line, for an invalid event. It checks each event
-    alone; events that no run can have written together are detected on replay.
+    Construction raises ValueError, naming file and line, for an invalid event. Each event is
+    checked alone; a replay detects events that no run can have written together.
     """
 
     def __init__(self, path: str | Path, events: Iterable[Any], complete: bool = True):
@@ -170,7 +170,7 @@ def read_log(path: str | Path) -> EventLog:
     try:
         _check_kinds(end, END)
         if end["events"] != len(values) - 1:
-            raise ValueError(f"{end['events']} events are to be above, not {len(values) - 1}")
+            raise ValueError(f"{len(values) - 1} events precede it, not {end['events']}")
     except ValueError as error:
         raise ValueError(f"{where}: end: {error}") from None
     return EventLog(path, values[:-1], end["complete"])

@@ -176,7 +176,7 @@ def _json_options(text: str) -> dict[str, Any]:
 
 
 def loading(options: Flags) -> dict[str, Any]:
-    """The values of the keyword arguments of `engines.load_engine`."""
+    """The keyword arguments of `engines.load_engine`, with their values."""
     return {name: value for name, value in vars(options).items() if name in _LOADING}
 
 

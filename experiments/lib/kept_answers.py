@@ -1,10 +1,9 @@
 """Answers of the systems of studies, kept in a folder for later runs and other studies.
 
 The answers of a setting (a task at a context) depend on the system, the prompts, the model's files,
-the sources, the package versions and JAX's backend. Two files in `answered/` hold them: the
-answers as JSON, the distributions as .npz. Their names end in a hash of all that the answers
-depend on. So studies may run at once in a folder, and share the answers of equal systems to equal
-prompts.
+the sources, the package versions and JAX's backend. Two files in `answered/` hold a setting: the
+answers as JSON, the distributions as .npz. File names end in a hash of all that the answers depend
+on. So studies may run at once in a folder, and share the answers of equal systems to equal prompts.
 """
 
 import hashlib

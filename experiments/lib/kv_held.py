@@ -39,9 +39,9 @@ class Held:
 
 
 def of_sequences(engine: Engine) -> list[Held]:
-    """The sequences in the engine's events that ran at least one step, in order of admission; one
-    that is preempted and admitted again counts twice. Empty under a policy whose `Layout` has no
-    method `stored`, such as vllm."""
+    """`Held` of each sequence that ran at least one step in the engine's events, in order of
+    admission. A sequence that is preempted and admitted again counts twice. Empty under a policy
+    whose `Layout` has no method `stored`, such as vllm."""
     config, declared = engine.config, policy_of(engine.config.policy).layout
     P, shards = config.page_size, config.tensor_parallel
     sharded = ShardedModel.split(engine.model, shards, engine.executor.dtype)
@@ -51,7 +51,7 @@ def of_sequences(engine: Engine) -> list[Held]:
     dense = VLLMLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
     dense_page = P * sharded.kv_token_bytes("float16")
     owners: dict[int, int] = {}  # slot -> index of the sequence
-    rows: dict[int, tuple] = {}  # step -> owners, slots, lengths at its end, whether decoding
+    rows: dict[int, tuple] = {}  # step -> owners, slots, lengths after the step, whether decoding
     samples: list[list[tuple[float, ...]]] = []
     for event in engine.events:
         match event["event"]:

@@ -17,7 +17,7 @@ def run_apart(
     program: Callable[..., int], cases: Sequence[tuple[Any, ...]], jobs: int
 ) -> Generator[tuple[int, int]]:
     """Run `program(*case)` for each case, `jobs` at once. Yields (index of the case, exit status)
-    as they end; the status is 128 plus the signal's number if a signal ended the process.
+    as processes end; the status is 128 plus the signal's number if a signal ended the process.
 
     program: a module-level function.
 

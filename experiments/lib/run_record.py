@@ -78,9 +78,8 @@ def check_output_dir(output_dir: str | Path, *names: str) -> Path:
 
 
 def other_flags(output_dir: str | Path, flags: Any, study: str = "") -> str:
-    """A message on the flags of the folder's report.json that differ from `flags`, or on its study
-    if it is not `study`; empty without a report, or without a difference. An invalid report
-    gives a message too."""
+    """A message that names the differences of the folder's report.json from `flags` and `study`;
+    empty without a report, or without a difference. An invalid report gives a message too."""
     path = Path(output_dir) / "report.json"
     if not path.is_file():
         return ""
@@ -91,7 +90,7 @@ def other_flags(output_dir: str | Path, flags: Any, study: str = "") -> str:
         before, now = flat(report["flags"]), flat(plain(flags))
         names = sorted(before.keys() | now.keys())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "it has none"
+        return "its report is invalid"
     absent = "absent"
     differ = [
         f"--{name} was {before.get(name, absent)!r} and is {now.get(name, absent)!r}"
@@ -147,7 +146,7 @@ def write_csv(output_dir: str | Path, name: str, rows: Sequence[Any]) -> Path:
 
 def new_figure(width: float, height: float) -> "Figure":
     """An empty figure. width, height: inches."""
-    # Importing it takes a second, which programs that refuse a flag need not spend.
+    # Imported here, because the import takes a second: programs that refuse a flag end earlier.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -1,4 +1,4 @@
-"""Files that ship with the project, found by their README names from any folder."""
+"""Files that ship with the project, found from any folder by their paths in the project."""
 
 from pathlib import Path
 from typing import Any
@@ -16,5 +16,5 @@ def found(text: str) -> str:
 
 
 def named(value: Any) -> Any:
-    """A path that `found` has resolved, as it was named; other values as they are."""
+    """Undo `found`: a path in the project becomes relative to ROOT; other values do not change."""
     return value.replace(f"{ROOT}/", "") if isinstance(value, str) else value

@@ -30,10 +30,10 @@ def sources_hash(file: str | Path) -> str:
 def inputs_hash(file: str | Path, flags: Mapping[str, Any]) -> str:
     """SHA-256, in hex, of the names and content of a program's input files.
 
-    These are INPUTS, the files whose paths are texts in the code of `file` and of the modules that
-    it imports, and the files, folders and shipped models that its flags name. Comments and
-    docstrings of Python files do not count. The study's committed results are none of its inputs,
-    nor is the folder of compiled programs.
+    Input files are INPUTS; files whose paths are strings in `file` or in modules that it imports;
+    and files, folders and shipped models that the program's flags name. Comments and docstrings of
+    Python files do not count. The study's own committed results and the folder of compiled programs
+    are no inputs.
     """
     file = Path(file).resolve()
     texts = {text for path in _closure(file) for text in _source(path).texts}
@@ -49,7 +49,7 @@ def inputs_hash(file: str | Path, flags: Mapping[str, Any]) -> str:
 
 
 def _inside(path: Path) -> list[Path]:
-    """The file, or the files of the folder, but for Python's; none for a text that is no path."""
+    """The file, or the folder's files, without Python files; empty if the path does not exist."""
     if not os.path.exists(path):
         return []
     return [each for each in (path, *path.rglob("*")) if each.is_file() and each.suffix != ".py"]
@@ -89,8 +89,12 @@ def _hash(codes: tuple[str, ...]) -> str:
 
 
 class Source(NamedTuple):
-    """A Python file: its syntax tree without docstrings, as text; its texts that may be paths of
-    files in the project; and the project's files that it imports."""
+    """A Python file.
+
+    code: syntax tree without docstrings, as text.
+    texts: string constants that may be paths of files in the project.
+    imports: the project's files that the file imports.
+    """
 
     code: str
     texts: frozenset[str]
@@ -130,7 +134,7 @@ def _closure(file: Path) -> set[Path]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """The names of modules that a statement imports, or of what it imports from them."""
+    """The dotted names of the modules, or of the modules' members, that a statement imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:

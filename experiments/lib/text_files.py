@@ -36,8 +36,8 @@ def read_text(path: str | Path) -> str:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a file. They end at \\n or \\r\\n, but not at Unicode's other line breaks, which
-    texts may contain."""
+    """The lines of a file. A line ends at \\n or \\r\\n, and may contain Unicode's other line
+    breaks."""
     lines = read_text(path).split("\n")
     if not lines[-1]:
         lines.pop()

@@ -59,7 +59,7 @@ class Flags:
     @classmethod
     def begin(cls, values: Mapping[str, Any]) -> None:
         """Called with all values by name before the EngineConfig is made. EngineConfig counts JAX's
-        devices, so this is where their number can be set. Raises ValueError for invalid values."""
+        devices, so their number must be set here. Raises ValueError for invalid values."""
 
     def __post_init__(self):
         make_plain(self)
@@ -131,7 +131,8 @@ class ExecutorFlags(ModelFlags):
 
 @dataclass(frozen=True)
 class Output(Flags):
-    """The output folder of a program. A program's default is an instance; empty: no files."""
+    """The output folder of a program. `Program.output` is an instance with the program's defaults.
+    An empty `output_dir` writes no files."""
 
     output_dir: str = flag("", "folder of all that is written")
     overwrite: bool = flag(

@@ -5,8 +5,8 @@ import pkgutil
 
 from experiments.papers.paper import Paper
 
-# A folder of this package is a paper's, and says so in its `PAPER`.
+# Each subpackage belongs to a paper, and describes the paper in `PAPER`.
 _FOLDERS = [module.name for module in pkgutil.iter_modules(__path__) if module.ispkg]
 _FOUND = {name: importlib.import_module(f"{__name__}.{name}").PAPER for name in _FOLDERS}
-# By folder, from the oldest.
+# Papers by folder name, oldest first.
 PAPERS: dict[str, Paper] = dict(sorted(_FOUND.items(), key=lambda each: each[1].number))

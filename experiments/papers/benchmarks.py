@@ -1,9 +1,9 @@
 """A paper's accuracy tables on public benchmarks. The user supplies the model and the problems.
 
-A study scores several systems on the files of --problems (`experiments.tasks.files`): records of
-LongBench or RULER, with the task's name in "task". Scores are in percent, by task; the average is
-the mean over the tasks. --match selects the score: `contains` for RULER, `f1` for LongBench. For
-some of LongBench's tasks the paper uses ROUGE, edit distance or accuracy instead.
+A study scores several systems on the files of --problems (`experiments.tasks.files`). A file has
+records of LongBench or RULER; the field "task" names the task. Scores are percentages by task; the
+average is the mean over the tasks. --match selects the score: `contains` for RULER, `f1` for
+LongBench. For some of LongBench's tasks the paper uses ROUGE, edit distance or accuracy instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,12 @@ def key(system: str, task: str) -> str:
 
 
 def scores(rows: Sequence[Row]) -> Values:
-    """Scores SYSTEM_TASK, their mean over the tasks SYSTEM_average, and SYSTEM_memory. Files with
-    several contexts also give SYSTEM_TASK_CONTEXT and SYSTEM_average_CONTEXT."""
+    """Numbers by name.
+
+    SYSTEM_TASK, SYSTEM_average: score of a task, and mean over the tasks, in percent.
+    SYSTEM_TASK_CONTEXT, SYSTEM_average_CONTEXT: the same at one of several contexts.
+    SYSTEM_memory: mean KV memory over 16-bit pages, for policies that report it.
+    """
     numbers: dict[str, float | None] = {}
     first = rows[0].system if rows else ""
     for system in dict.fromkeys(row.system for row in rows):
@@ -60,7 +64,7 @@ def draw(_: AccuracyFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The paper's scores and averages, under the names of `scores`. table: by system, then task."""
+    """The paper's scores and averages, named as in `scores`. table: scores by system and task."""
     numbers: dict[str, float] = {}
     for system, by_task in table.items():
         numbers |= {key(system, task): score for task, score in by_task.items()}
@@ -70,11 +74,11 @@ def of_paper(table: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def check(make: Callable[..., accuracy.Systems]) -> Callable[[AccuracyFlags], None]:
-    """The `check` of a study that takes its problems from files only."""
+    """Returns the `check` of a study that reads its problems from files only."""
 
     def checked(flags: AccuracyFlags) -> None:
         if not flags.problems:
-            raise ValueError("--problems must name a file: the benchmark's, one problem a line")
+            raise ValueError("--problems must name the benchmark's file, one problem a line")
         accuracy.checked(make)(flags)
 
     return checked

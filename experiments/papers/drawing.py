@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 
 def panels[R](figure: Figure, rows: Sequence[R], *fields: str) -> Iterator[tuple[Axes, list[R]]]:
-    """Axes side by side, and their rows: those with equal `fields`, which are the title. A number
-    stands behind the name of its field."""
+    """Yields a panel for each combination of values of `fields`, and the rows with these values.
+    The title has the values; the field's name precedes a number."""
     keys = [tuple(getattr(row, field) for field in fields) for row in rows]
     places = dict.fromkeys(keys)
     for axes, place in zip(figure.subplots(1, len(places), squeeze=False)[0], places):
@@ -23,10 +23,10 @@ def grouped_bars(
     axes: Axes, names: Sequence[str], groups: Mapping[str, Sequence[float]], ylabel: str,
     heights: str = "", rotation: float = 0.0,
 ) -> None:  # fmt: skip
-    """Draws a bar of each group at each name; nan for no bar.
+    """Draws a bar of each group at each name; no bar for nan.
 
     heights: format of the text above a bar; empty for no text.
-    rotation: of the names, in degrees.
+    rotation: rotation of the names, in degrees.
     """
     width = 0.8 / len(groups)
     for i, (label, values) in enumerate(groups.items()):

@@ -1,9 +1,8 @@
 """Times of GPU kernels: predicted from the compiled code, and measured if there is a GPU.
 
-A prediction is the least and the most time of a call on an H200 or A100. The time is the sum of
-the start of each launch and the transfer of the bytes at the compiled loop's share of the
-bandwidth. Shares and launches are in the committed tables of `pallas_kernels.tools.compile`,
-beside their assumptions.
+A prediction is the least and the most time of a call on an H200 or A100. The time is the start of
+each launch, plus the transfer of the bytes at the compiled loop's share of the bandwidth. The
+committed tables of `pallas_kernels.tools.compile` have the shares, launches and assumptions.
 """
 
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ def _range(text: str, scale: float = 1.0) -> tuple[float, float]:
 def compiled(target: str, op: str, spec: str, kernel: str) -> Compiled:
     """A call's entry in the committed tables. Raises KeyError for a call that the tables lack.
 
-    kernel: the kernel whose loop over tiles is meant.
+    kernel: the call's kernel whose loop over tiles gives the share.
     """
     calls, loops = _tables(target)[:2]
     call = [row for row in calls if (row["op"], row["spec"]) == (op, spec)]

@@ -23,8 +23,8 @@ GREY, FREE = "#9a9a9a", "#e6e6e6"
 
 @dataclass(frozen=True)
 class Mechanism:
-    """facts: pairs of counts by name. The first is measured in the run; the second is shown in the
-    paper's figure or required by the rule."""
+    """facts: pairs of counts by name: the count in the run, and the count that the paper's figure
+    shows or the rule requires."""
 
     title: str
     facts: Mapping[str, tuple[float, float]]

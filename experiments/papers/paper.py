@@ -1,10 +1,10 @@
-"""What a paper's folder says of the paper."""
+"""The description of a paper, in the paper's folder."""
 
 from typing import NamedTuple
 
 
 class Paper(NamedTuple):
-    """name: short name. number: on arXiv."""
+    """name: short name. number: arXiv number."""
 
     name: str
     title: str

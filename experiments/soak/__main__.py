@@ -8,10 +8,11 @@ python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefil
     --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=28 \\
     --diffkv_window=16
 
-Random requests arrive: single sequences, parallel samples and beam searches. They stream, stop at
-strings, share and pin prefixes, and are aborted in any state. The KV cache is so small that they
-preempt each other (--preemption_mode: by recompute or swap). Invalid requests must be refused, and
-Ctrl-C interrupts some calls (--interrupts). Requests may use --adapters, more than --adapter_slots.
+Random requests arrive: single sequences, parallel samples and beam searches. Requests stream, stop
+at strings, share prefixes, some of them pinned, and are aborted in any state. The KV cache is so
+small that requests preempt each other (--preemption_mode: by recompute or swap). Invalid requests
+must be refused, and Ctrl-C interrupts some calls (--interrupts). Requests may use the adapters of
+--adapters, more than --adapter_slots.
 Every --drain_every steps all requests end, and the engine must be in its initial state.
 
 Checks:
@@ -150,7 +151,7 @@ def run(
 ) -> tuple[list[Sample], int, Exception | None]:
     """Let `users` act for `steps` steps (0: for `minutes`), or until an error or `stop_requested`.
 
-    Returns (samples, number of steps, the error or None): a Violation, or the engine's exception.
+    Returns (samples, number of steps, error): a Violation, the engine's exception, or None.
     """
     began, samples, step = time.monotonic(), [], 0
     total = steps or 60 * minutes
@@ -221,7 +222,7 @@ def check_growth(numbers: dict[str, float], max_rss_growth_mib: float) -> Violat
 
 
 def summary(users: Users, samples: Sequence[Sample], steps: int, error: Exception | None) -> dict:
-    """Flat numbers: counts of the run; and by kind of violation, 1 if it ended the run, else 0."""
+    """Flat numbers: the run's counts; for each kind of violation, 1 if it ended the run, else 0."""
     kind = "raised" if error and not isinstance(error, Violation) else getattr(error, "kind", "")
     return {
         "steps": steps,
@@ -269,7 +270,7 @@ def main(flags: SoakFlags, output: Output) -> int:
             served, **loading(flags),
         )  # fmt: skip
         named = named_mechanisms(users)
-    # The reference's programs come first: compilations are counted for the whole process.
+    # The reference is warmed up first, because compilations are counted for the whole process.
     users.reference.warm_up()
     users.engine.warm_up()
     with Stop() as stop:
@@ -314,7 +315,7 @@ def tell(
         traceback.print_exception(wrong)
         steps = numbers["steps"]
         if isinstance(wrong, Violation) and wrong.kind == "unexercised":
-            sys.exit(f"nothing lost in {steps} steps, but {wrong}")
+            sys.exit(f"nothing was lost in {steps} steps, but {wrong}")
         sys.exit(
             f"violated in step {steps} with --seed={flags.engine.seed}: {wrong}\n"
             f"repeat with the same flags, --steps={steps + 1} and another --output_dir"

@@ -89,7 +89,7 @@ def what_is_wrong(output: RequestOutput, asked: Asked, engine: Engine) -> str | 
     """The reason why a final output does not fit its request; None if it fits."""
     how, sequences = asked.how, output.sequences
     reasons = [sequence.finish_reason for sequence in sequences]
-    # If samples are ranked, only the best are returned; aborted ones may not be among them.
+    # If samples are ranked, only the best are returned, and aborted samples may be missing.
     aborts = "abort" in reasons
     if not asked.interrupted and not aborts <= asked.aborted <= aborts + how.ranks:
         return f"aborted is {asked.aborted}, and the reasons {reasons}"

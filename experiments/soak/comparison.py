@@ -45,7 +45,7 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tol
     if not _close(output.prompt_logprobs, alone.prompt_logprobs, tolerance):
         return f"prompt's {output.prompt_logprobs}, not {alone.prompt_logprobs}", 0
     near_ties, left = 0, dict(enumerate(alone.sequences))
-    # An aborted sequence may be a prefix of several samples, so longer ones are matched before it.
+    # An aborted sequence may be a prefix of several samples, so longer sequences are matched first.
     for place, ours in sorted(enumerate(output.sequences), key=lambda item: -len(item[1].tokens)):
         i = (
             max(left, key=lambda i: num_common(ours.tokens, left[i].tokens))
@@ -71,7 +71,7 @@ def _compare_samples(output: RequestOutput, asked: Asked, reference: Engine, tol
 
 
 def _is_same(ours: SequenceOutput, theirs: SequenceOutput, tolerance: float) -> bool:
-    """Whether the sequences are equal, or ours was cut short and is a prefix of theirs."""
+    """Whether the sequences are equal, or `ours` was cut short and is a prefix of `theirs`."""
     n, aborted = len(ours.tokens), ours.finish_reason in ("abort", "error")
     if ours.tokens != theirs.tokens[:n] or not (aborted or n == len(theirs.tokens)):
         return False
@@ -93,7 +93,7 @@ def _close(
 def _apart(
     ours: Sequence[TokenLogprob | None] | None, theirs: Sequence[TokenLogprob | None] | None
 ) -> list[float]:
-    """Differences of log-probabilities by place."""
+    """Absolute differences of log-probabilities, by position."""
     return [abs(a.logprob - b.logprob) for a, b in zip(ours or (), theirs or ()) if a and b]
 
 
@@ -114,7 +114,7 @@ def _otherwise(output: RequestOutput, alone: RequestOutput) -> str:
 
 
 def _compare_beams(output: RequestOutput, asked: Asked, reference: Engine, tolerance: float):
-    assert not asked.aborted, "how far it came cannot be asked of the reference"
+    assert not asked.aborted, "the reference cannot repeat an aborted search"
     first = len(reference.events)
     alone = reference.generate([asked.prompt], asked.how, [asked.adapter])[0]
     ours, theirs = (

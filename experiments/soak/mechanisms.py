@@ -1,4 +1,4 @@
-"""Checks that every mechanism enabled by a soak's flags has occurred, such as a page selection."""
+"""Checks that every mechanism that a soak's flags enable has occurred, such as page selection."""
 
 from collections.abc import Iterable
 

@@ -46,7 +46,7 @@ def abort(users: Users, rng: random.Random) -> None:
     try:
         output = users.engine.abort(request_id)
     except ValueError:
-        return  # It has ended: the next step, or the next pull of its stream, returns its output.
+        return  # The request has ended: the next step, or pull of its stream, returns its output.
     users.asked[request_id].aborted = True
     if request_id not in users.streams:
         users.take(output)

@@ -47,7 +47,7 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None, None, None, None, 2),
 }
 # SEQUENCES: number of sequences of a request. Half of the requests with several sequences are beam
-# searches. Of the drawn parameters, a beam search keeps BEAMS_TAKE.
+# searches. A beam search keeps only BEAMS_TAKE of the drawn parameters.
 MOST_SEQUENCES = 4
 SEQUENCES = (1, 1, 1, 1, 2, 3, MOST_SEQUENCES)
 BEAMS: dict[str, tuple[Any, ...]] = {
@@ -63,7 +63,7 @@ COUNTED = (
     "pinned_prefixes", "compared", "near_ties", "interrupted", "adapted", "adapters_evicted",
 )  # fmt: skip
 SHORTEST, LONGEST = -4.5, -1.5  # log10 of the seconds until a simulated Ctrl-C
-AGAIN_S = 1e-3  # seconds until the next one, if the engine was not in a call
+AGAIN_S = 1e-3  # seconds until the next attempt, if the engine was not in a call
 
 Operation = Callable[["Users", random.Random], None]
 
@@ -109,7 +109,7 @@ class Users:
     reference: an engine with the same model and ample memory that serves one request at a time.
     check_share: share of the repeatable requests whose outputs are compared with the reference's.
     sampling: values from which parameters are drawn.
-    interrupts: share of operations that Ctrl-C may interrupt. Its times depend on the clock, so a
+    interrupts: share of operations that Ctrl-C may interrupt. Interrupts depend on the clock, so a
         run with interrupts cannot be repeated.
     tolerance: tolerance of `compare`.
 
@@ -143,7 +143,7 @@ class Users:
         rng = random.Random(f"{seed} prefixes")
         self._prefixes = [self._tokens(rng, self._third) for _ in range(NUM_PREFIXES)]
         self._at_rest = checks.holdings(engine)
-        self._held = engine.host_policy.used_units()  # units in use without unfinished requests
+        self._held = engine.host_policy.used_units()  # units that stay in use at rest
         self._pinned = self._failures = self._records = self._without_record = 0
         self._oldest, self._oldest_for = "", 0
 
@@ -166,7 +166,7 @@ class Users:
                 operation()
         except Interruption:
             interrupted = True
-        # Outside the handler, where the exception no longer holds its frames and their objects.
+        # After the handler, in which the exception would keep its frames and their objects alive.
         if interrupted:
             self._go_on()
 
@@ -343,7 +343,8 @@ class Users:
             self._note(name, asked.seen, reason)
 
     def _compare(self, output: RequestOutput, asked: Asked) -> None:
-        """Check that the output equals the request's alone, or is a prefix of it if aborted."""
+        """Check that the output equals the output of the request served alone, or, if aborted, is
+        a prefix of that output."""
         wrong, near_ties = compare(output, asked, self.reference, self._tolerance)
         self.counts["compared"] += 1
         self.counts["near_ties"] += near_ties

@@ -44,7 +44,7 @@ def answer(name: str, prompt: str, base_answer: str) -> str:
 
 
 def asked(name: str, prompt: TaskPrompt) -> TaskPrompt:
-    """A prompt of one of `TASKS` with its answer changed to format `name`. Its `context_length` is
-    not changed, so it includes the model's own answer."""
+    """A prompt of one of `TASKS` with its answer changed to format `name`. `context_length` does
+    not change: it includes the bundled model's own answer."""
     text = answer(name, prompt.prompt, prompt.answer)
     return replace(prompt, answer=text, max_tokens=len(text), stop=(text[-1],))

@@ -153,7 +153,8 @@ def chain_of_thought(rng, n: int) -> Problem:
     return Problem([], [(f"@{program}!{asked}@", f"{trace}!{asked}{values[asked]}.")])
 
 
-# Evaluation problems by task: (rng, prompt tokens up to 1,024, with which difficulty grows).
+# Evaluation problems by task: (rng, size) -> problem. Difficulty grows with the size, which is the
+# context in tokens, at most 1,024.
 PROBLEMS: dict[str, Callable[[Any, int], Problem]] = {
     "needle": lambda rng, size: needles(rng, 1, int(rng.integers(1, 3))),
     "multikey": lambda rng, size: needles(rng, size // 32, 2),

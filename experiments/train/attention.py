@@ -1,6 +1,6 @@
 """Causal attention for training on CPUs.
 
-The backward pass recomputes the probabilities, as in FlashAttention. The results equal
+The backward pass recomputes the probabilities, as in FlashAttention. Results equal those of
 `models.full_attention.causal_attend`, with a quarter less CPU time at 1,024 tokens. With a window,
 work is proportional to the number of attended keys.
 """
@@ -15,7 +15,8 @@ from models.config import ModelConfig
 
 
 class Window(NamedTuple):
-    """The keys that a streaming head attends to (LServe §3.3), in tokens. All are whole pages.
+    """The keys that a streaming head attends to (LServe §3.3), in tokens. `sink` and `local` are
+    whole pages.
 
     sink: the first tokens of the sequence.
     local: the tokens right before the query's page. The query's page is attended up to the query.
@@ -99,7 +100,7 @@ _attention.defvjp(_forward, _backward)
 
 def _each(q, k, v, block: int, window: Window | None):
     """Attention of rows [N, ...], one row at a time, so that its scores stay in a core's cache: a
-    third less CPU time at 512 tokens. Two loops, because each loop runs on one core."""
+    third less CPU time at 512 tokens. An even N has two loops, because a loop runs on one core."""
     loops = 1 + (q.shape[0] % 2 == 0)
     parts = zip(*(jnp.split(x[:, None], loops) for x in (q, k, v)))
     outs = [jax.lax.map(lambda one: _attention(*one, block, window), part) for part in parts]

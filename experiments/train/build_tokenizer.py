@@ -1,6 +1,6 @@
 """The bundled model's tokenizer: characters plus the words of `experiments.tasks.stories`.
 
-It has 512 tokens: four special tokens, newline, the 95 printable ASCII characters, and 412 words
+The 512 tokens are four special tokens, newline, the 95 printable ASCII characters, and 412 words
 with a space before them. Every token of more than one character begins with a space, so strings
 without spaces (keys, values, arithmetic) have one token per character.
 """

@@ -1,9 +1,9 @@
 """Train a small Qwen3-style decoder on the tasks of `experiments.tasks.tasks`.
 
-By default it trains 'bundled', the model of demos and of tests for equal tokens. With the flag file
-it grows 'judge' from it, the model with 64 KV heads for studies of sparsity and compression. Two
-CPU cores suffice. The same command resumes a stopped run. `training.json` in a model's folder holds
-the options and the log of its training.
+By default the program trains 'bundled', the model of demos and of tests for equal tokens. With the
+flag file below it grows 'judge' from 'bundled', for studies of sparsity and compression; judge has
+64 KV heads. Two CPU cores suffice. The same command resumes a stopped run. `training.json` in a
+model's folder holds the options and the log of its training.
 
     python -m experiments.train.bundled --output_dir=results/bundled
     python -m experiments.train.bundled --flagfile=configs/judge_grown.flags
@@ -65,7 +65,7 @@ class BundledFlags(Flags):
 
     @property
     def config(self) -> ModelConfig:
-        """Raises ValueError for an invalid shape."""
+        """The model's configuration. Raises ValueError for an invalid shape."""
         return CONFIG.replace(**{name: getattr(self, name) for name in SHAPE})
 
 

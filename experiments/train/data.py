@@ -24,8 +24,8 @@ def passkeys(rng, n: int, size: int) -> Problem:
 
 
 def training_problem(task: str, rng, room: int) -> Problem:
-    """A problem of random difficulty for `room` tokens. It has a question for each record or key;
-    `_segments` drops those that do not fit."""
+    """A problem of random difficulty for `room` tokens, with a question for each record or key;
+    `_segments` drops questions that do not fit."""
     key_length = int(rng.integers(1, 3))
     many = 40 if key_length == 1 else 96
 

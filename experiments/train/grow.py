@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from models.config import ModelConfig
 
-UNEVEN = 0.5  # standard deviation of the noise on split weights, relative to the weights'
+UNEVEN = 0.5  # standard deviation of the noise on split weights, over that of the weights
 WRITES = ("wo", "w_down")
 
 

@@ -3,8 +3,8 @@
 Each adapter learns one of `experiments.tasks.answer_formats`, in a minute or two on two CPU cores,
 and is written in PEFT's format. Every `evaluate_every` steps the engine serves the current adapter
 on prompts that are not in the training data. Training ends when enough answers are exact. The last
-evaluation uses other prompts, which did not determine the end of training. It runs with and without
-the adapter.
+evaluation, with and without the adapter, uses other prompts, which did not determine the end of
+training.
 
     python -m experiments.train.lora --output_dir=results/lora
     python -m experiments.serve --workload=tasks:needle,multikey --adapter_slots=4 \\
@@ -147,7 +147,7 @@ def train_step(config, optimizer, p, weights, state, tokens, label_weights, posi
 
 
 def to_lora(weights) -> Lora:
-    """The adapter with the weights of `seam`."""
+    """The adapter with weights in the form that `seam` takes."""
     arrays = jax.tree.map(np.asarray, weights)
     return Lora({name: list(zip(pair["a"], pair["b"])) for name, pair in arrays.items()})
 

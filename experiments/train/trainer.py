@@ -33,7 +33,7 @@ from paged import checks
 from paged.checks import described
 
 CHECKPOINT = "checkpoint.npz"
-# Options of first weights and data. A resumed run may change the others, such as its end.
+# Options of the first weights and the data. A resumed run may change only other options.
 FIXED = "seed", "grow_from", "qk_gain", "corpus_characters"
 
 

@@ -23,8 +23,8 @@ def save(path: Path, tree, meta: dict[str, Any]) -> None:
 
 
 def restore(path: Path, tree) -> tuple[Any, dict[str, Any]]:
-    """Load a file of `save`, as a pytree like `tree`. Raises ValueError for another file, and if
-    shapes differ."""
+    """Load a file that `save` wrote, as a pytree like `tree`. Raises ValueError for any other file,
+    and if shapes differ."""
     leaves, treedef = jax.tree.flatten(tree)
     try:
         with np.load(path) as z:

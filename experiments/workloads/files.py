@@ -1,4 +1,4 @@
-"""Readers of the file formats of workloads. They do not depend on a model.
+"""Readers of the file formats of workloads, independent of any model.
 
 Every reader raises ValueError, naming the file and the line, for invalid content.
 """

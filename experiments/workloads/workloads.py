@@ -34,7 +34,7 @@ FORMS = (
     "prompts:FILE, sharegpt:FILE, alpaca:FILE, trace:FILE, tasks:NAMES, sharegpt, alpaca, "
     "translation or chatbot"
 )
-# The context of the models in vLLM's paper. It also bounds lengths of the paper's workloads.
+# The context of the models in vLLM's paper, in tokens: a bound of the lengths in its workloads.
 PAPER_CONTEXT = 2048
 # vLLM's serving benchmark drops pairs with a shorter text or a longer prompt than this.
 MIN_PAIR_TOKENS, MAX_PAIR_PROMPT = 4, 1024

@@ -24,7 +24,7 @@ HostPages = list[dict[str, dict[str, np.ndarray]]]
 class DeviceAdapters:
     """The adapter pool of a device, or of several shards, and the loads in progress.
 
-    resident: the arrays that a step reads, from `reset` on; steps never donate them.
+    resident: the arrays that a step reads. `reset` creates them, and steps never donate them.
     host_bytes: bytes of the host tier, which keeps the most recently used adapters in the host's
         memory. All adapters are on disk.
     """
@@ -42,7 +42,7 @@ class DeviceAdapters:
         self._install = shards.jit(
             install, (specs, REPLICATED, page_specs), specs, donate_argnums=0
         )
-        # The content of a page in projections that the page's adapter does not change.
+        # Page content for projections that an adapter does not change.
         self._zeros: Pages = jax.tree.map(
             lambda param: shards.place_layers(param, np.zeros(param.shape, dtype)), self._page,
             is_leaf=is_param,
@@ -62,17 +62,17 @@ class DeviceAdapters:
         pool = self._pool
         self._rank_pages = np.zeros((pool.num_slots, pool.max_pages), np.int32)
         self._num_rank_pages = np.zeros((len(self._names), pool.num_slots), np.int32)
-        self.resident = None  # type: ignore[assignment]  # what is left of it makes room first
+        self.resident = None  # type: ignore[assignment]  # frees the old arrays first
         self.resident = ResidentAdapters(self._empty(), *self._tables())
 
     def _tables(self) -> tuple[jax.Array, jax.Array]:
-        # Copies, because JAX may read them later.
+        # Copies, because JAX may read the arrays after the next `install` has changed them.
         whole = self._shards.place_whole
         return whole(self._rank_pages.copy()), whole(self._num_rank_pages.copy())
 
     def warm_up(self) -> None:
         """Compile the program that installs a page."""
-        self._set(self._pool.num_pages, self._zeros)  # beyond the last page, as all may be in use
+        self._set(self._pool.num_pages, self._zeros)  # a page beyond the last, as all may be in use
 
     def _set(self, number: int, content: Pages) -> None:
         pages = self._install(self.resident.pages, np.int32(number), content)
@@ -92,7 +92,7 @@ class DeviceAdapters:
                 self._announced.add(adapter)
             else:
                 why = str(error) or type(error).__name__
-                del self._coming[adapter]  # the failed future still holds the pages that were read
+                del self._coming[adapter]  # frees the pages that the failed future holds
             done.append((adapter, why))
         return done
 

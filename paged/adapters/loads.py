@@ -21,7 +21,7 @@ class AdapterLoads(Protocol):
         ...
 
     def finished(self, round_: int) -> list[tuple[Adapter, str | None]]:
-        """(adapter, error or None) of loads that ended since the last call.
+        """Loads that ended since the last call, as (adapter, error or None).
         round_: `EngineLoop.round`."""
         ...
 
@@ -33,8 +33,8 @@ class AdapterLoads(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until a load ends, at most `MOST_WAIT_S` seconds. In between, other requests may
-        arrive, and waiting ones may be aborted."""
+        """Wait until a load ends, at most `MOST_WAIT_S` seconds, so that requests can arrive or be
+        aborted in between."""
         ...
 
 
@@ -114,5 +114,5 @@ class RecordedLoads:
 
     def wait(self) -> None:
         """Note the wait. The recorded run waited until a load ended, so the next `finished` raises
-        ValueError if its round has none."""
+        ValueError if no load of the log ends in its round."""
         self.waited = True

@@ -34,11 +34,11 @@ class Load:
 
 
 class AdapterStore:
-    """The slots and rank pages of the device, and the gate of requests whose adapter is absent.
+    """The slots and rank pages of the device. `admits` holds back requests whose adapter is absent.
 
     Running groups pin their adapter. `plan` keeps the pinned adapters, then the adapters of waiting
-    requests in queue order, as many as fit. It evicts others, the least recently used first. It
-    plans from scratch in every round, so no reservation can leak.
+    requests in queue order, as many as fit. It evicts other adapters, the least recently used
+    first. It plans from scratch in every round, so no reservation can leak.
 
     num_loads: loads begun so far.
     """
@@ -69,7 +69,7 @@ class AdapterStore:
         return resident is not None and resident.ready
 
     def adapter_slot_of(self, group: SequenceGroup) -> int:
-        """Slot of the adapter of a group that `admits` admits, -1 without an adapter."""
+        """The adapter slot of a group, which `admits` must admit; -1 without an adapter."""
         return -1 if group.adapter is None else self.residents[group.adapter].slot
 
     def enter(self, group: SequenceGroup) -> None:
@@ -112,7 +112,7 @@ class AdapterStore:
 
     def _make_room(self, num_pages: int, wanted: dict[Adapter, None]) -> list[Adapter] | None:
         """Evict adapters until one slot and `num_pages` are free. Pinned adapters, wanted adapters
-        and adapters that are being loaded stay. If they leave too little room, returns None, and
+        and adapters that are being loaded stay. If these leave too little room, returns None and
         evicts nothing."""
         slots, pages = len(self._free_slots), len(self._free_pages)
         victims = []

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-NULL_BLOCK = 0  # Never allocated. The value of unused entries of block tables.
+NULL_BLOCK = 0  # never allocated; fills unused entries of block tables
 
 
 class BlockCache(Protocol):

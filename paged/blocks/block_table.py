@@ -51,7 +51,7 @@ class BlockTables:
         self.num_dropped = np.zeros(num_slots, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
         # Whether a slot has ever taken a last block that is not full, by `adopt`, `fork` or
-        # `swap_in`. Before, all shared blocks are full, so none is copied on write.
+        # `swap_in`. Until then all shared blocks are full, so none is copied on write.
         self._forked = False
 
     def blocks_for(self, num_tokens):
@@ -59,7 +59,7 @@ class BlockTables:
         return -(-num_tokens // self.page_size)
 
     def _copies_tail(self, slots, num_tokens):
-        """The indices into `slots` whose last block has other owners and would be written."""
+        """Indices into `slots` of sequences that would write to a last block with other owners."""
         if not self._forked:
             return np.zeros(0, np.int64)
         tails = self.blocks[slots, self.num_blocks[slots] - 1]
@@ -156,7 +156,7 @@ class BlockTables:
         self.num_blocks[slot] = self.num_dropped[slot] = self.num_tokens[slot] = 0
 
     def shared_room(self) -> int:
-        """Unused token places of shared last blocks, for every owner but one."""
+        """Unused token places of shared last blocks, summed over all owners of a block but one."""
         slots = np.flatnonzero(self.num_blocks) if self._forked else ()
         if not len(slots):
             return 0
@@ -175,7 +175,7 @@ class BlockTables:
         """Exchange all blocks of `slots` for blocks of the pool `host`.
 
         A shared block is swapped once. Returns the tables, and (block, host block) pairs, which
-        must be copied before anything is written.
+        the device must copy before it writes.
         """
         tables = [self.blocks[slot, : self.num_blocks[slot]].copy() for slot in slots]
         blocks = _held(np.unique(np.concatenate(tables)))

@@ -7,7 +7,7 @@ class BuddyAllocator:
 
     A run of 2^k blocks starts at a multiple of 2^k. Its two halves are buddies. A run that is too
     large is split into its buddies, which merge again when both are free. A request gets the
-    smallest free run that is large enough, among runs of equal size the run with the lowest start.
+    smallest free run that is large enough; among runs of equal size, the run with the lowest start.
     """
 
     def __init__(self, size: int):
@@ -15,8 +15,8 @@ class BuddyAllocator:
         if size < 1:
             raise ValueError(f"a buddy allocator needs at least 1 block, not {size}")
         self.size = size
-        # The order of a run of 2^k blocks is k. `_free` has the starts of free runs by order,
-        # `_allocated` the order of allocated runs by start.
+        # The order of a run of 2^k blocks is k. `_free` has the starts of free runs by order.
+        # `_allocated` has the orders of allocated runs by start.
         self._free: list[set[int]] = [set() for _ in range(size.bit_length())]
         self._allocated: dict[int, int] = {}
         start = 0

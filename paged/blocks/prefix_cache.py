@@ -22,8 +22,8 @@ def chain(tokens: np.ndarray, page_size: int, key: bytes) -> Iterator[tuple[byte
 
 
 def root_key(*parts: str) -> bytes:
-    """The key of the empty prefix. Sequences share blocks only if their parts are equal: salt, and
-    name and content hash of the adapter, if there is one."""
+    """The key of the empty prefix. Sequences share blocks only if they have equal parts: the salt,
+    and the name and content hash of the adapter, if any."""
     data = b"".join(len(part.encode()).to_bytes(8) + part.encode() for part in parts)
     return hashlib.blake2b(data, digest_size=16).digest()
 
@@ -60,7 +60,7 @@ class PrefixCache:
         return blocks, last
 
     def find_tail(self, key: bytes, content: bytes) -> tuple[int, int] | None:
-        """The longest pinned tail after `key` that begins `content`: (block, length in bytes)."""
+        """The longest pinned tail after `key` that starts `content`: (block, length in bytes)."""
         fits = [t for t in self._tails.get(key, ()) if content.startswith(t[0])]
         return max(((block, len(tail)) for tail, block in fits), key=lambda t: t[1], default=None)
 

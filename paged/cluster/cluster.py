@@ -64,7 +64,7 @@ class ClusterRecord:
 
 
 class Cluster:
-    """Applies the runners' events to the scheduler's state, and carries out its decisions.
+    """Applies the runners' events to the scheduler's state, and executes the scheduler's decisions.
 
     It has no threads: `LiveCluster` and `SimulatedCluster` pass events to `receive`. All runners
     serve one model under one configuration, which has the batch limit (`max_num_seqs`).
@@ -111,7 +111,7 @@ class Cluster:
         return bool(self.jobs)
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
-        """Add a LoRA adapter, a folder that PEFT wrote, which requests may then name. Each runner
+        """Add a LoRA adapter, from a folder that PEFT wrote, under a name for requests. Each runner
         reads the folder itself when a request needs it. Adding an existing name replaces its
         content for later requests; earlier requests keep the old content, wherever they move.
 

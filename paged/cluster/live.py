@@ -42,7 +42,7 @@ class LiveCluster:
     silence_s: seconds without a post after which a runner is declared dead. No step may take this
         long, so `make_engine` must return warm engines.
     start_s: further seconds that a runner has for its first post.
-    deaths: the reasons of dead runners, by UUID.
+    deaths: the reason of each dead runner's death, by UUID.
     """
 
     def __init__(

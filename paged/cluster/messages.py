@@ -64,8 +64,8 @@ class Progress(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """A step's new tokens of all unfinished requests that have one sequence and report only tokens.
-    Nearly all requests are of this kind.
+    """A step's new tokens of all unfinished requests that have one sequence, and report neither
+    log-probabilities nor scores. Nearly all requests are of this kind.
 
     requests: (request id, attempt, number of output tokens before the step, new tokens).
     """
@@ -79,7 +79,7 @@ class Status:
 
     working_set: (request id, attempt) of every accepted request that has not ended.
     free_tokens: KV memory, in tokens, that is free once the whole working set is admitted.
-    newest: id of the latest request, which should move, if KV memory has run out; otherwise None.
+    newest: if KV memory has run out, id of the latest request, which should move; otherwise None.
     resident_adapters: names of the adapters on the device.
     adapter_loads: loads of adapters to the device so far.
     """

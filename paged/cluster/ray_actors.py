@@ -10,7 +10,7 @@ from paged.cluster.runner import EngineRunner, MakeEngine
 
 
 def import_ray() -> Any:
-    """Raises ImportError, naming the extra, where Ray is not installed."""
+    """Import Ray. Raises ImportError, naming the extra, if Ray is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -46,11 +46,11 @@ class _Actor:
 class RayRunner:
     """A runner in a Ray actor.
 
-    make_engine: builds the engine. It is pickled, and called in the actor's process.
+    make_engine: builds the engine; pickled, and called in the actor's process.
     options: the actor's options, as for `ray.remote`, such as num_gpus=1. max_restarts is always 0:
         a dead actor must not restart silently. max_concurrency is fixed too.
 
-    The caller must call `ray.init` first. Raises ImportError, naming the extra, where Ray is not
+    The caller must call `ray.init` first. Raises ImportError, naming the extra, if Ray is not
     installed.
     """
 

@@ -1,4 +1,4 @@
-"""A runner: one engine behind an inbox, called from one thread (Punica §6)."""
+"""A runner: one engine, driven by one thread, behind an inbox (Punica §6)."""
 
 import contextlib
 import math
@@ -115,8 +115,10 @@ class EngineRunner:
 
     def step(self, logged: bool = True) -> list[Event]:
         """Empty the inbox, and run a step if there is work. Returns the new events; the status, if
-        any, is the last. logged: whether the engine's event log must have the step; without,
-        simulation may be quicker."""
+        any, is the last.
+
+        logged: whether the event log must have the step. Other steps may be simulated faster.
+        """
         while not self._inbox.empty():
             self._take(self._inbox.get())
         if not self.engine.has_unfinished():

@@ -4,7 +4,7 @@ Choices that the paper leaves open:
 
 * The size of a working set is its number of sequences. A beam search has as many as its beam width.
 * A GPU has memory for a request if the prompt, the known output and one more token of each
-  sequence fit, in whole pages, above a watermark.
+  sequence fit, in whole pages, above a watermark. An idle GPU has no watermark.
 * In each period at most one GPU is emptied. Its load is at most CONSOLIDATED, and all its requests
   fit on other busy GPUs.
 """
@@ -131,7 +131,7 @@ class Gpu:
 
     @property
     def load(self) -> float:
-        """The larger of the shares of the batch and of the KV memory that are taken."""
+        """The taken share of the batch or of the KV memory, whichever is larger."""
         if not self.working_set:
             return 0.0
         return max(self.batch / self.limits.max_batch, 1 - self.room / self.limits.kv_tokens)
@@ -159,7 +159,7 @@ class ClusterState:
     """The scheduler's state.
 
     gpus: the GPUs, by UUID.
-    queue: requests for which no GPU has room, in order of arrival.
+    queue: requests that wait for a GPU, in order of arrival.
     """
 
     limits: Limits
@@ -201,8 +201,8 @@ def newest(gpu: Gpu) -> Job | None:
 
 
 def rebalance(state: ClusterState) -> list[Move]:
-    """Moves that empty one GPU: the GPU with the smallest batch among GPUs with loads up to
-    CONSOLIDATED whose requests all fit on other busy GPUs.
+    """Moves that empty one GPU. Its load is at most CONSOLIDATED, and all its requests fit on other
+    busy GPUs. If several GPUs qualify, the GPU with the smallest batch is emptied.
 
     No moves while requests are queued, or if the policy cannot recompute output. GPUs that run beam
     searches are not emptied: a moved beam search starts over.
@@ -234,7 +234,7 @@ def _emptied(source: Gpu, others: list[Gpu], limits: Limits) -> Iterator[Move]:
 
 def hints(state: ClusterState) -> Hints:
     """More GPUs are needed if none is lightly loaded. Idle GPUs can be released (§5.1). If all
-    lightly loaded GPUs are idle, one stays, because it would be requested again at once."""
+    lightly loaded GPUs are idle, one GPU stays: it would be requested again at once."""
     light = [gpu for gpu in state.gpus.values() if gpu.load < LIGHT]
     idle = sorted(gpu.uuid for gpu in light if not gpu.working_set)
     return Hints(not light, idle if len(idle) < len(light) else idle[:-1])

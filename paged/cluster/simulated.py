@@ -20,8 +20,10 @@ from paged.requests.sequence import RequestOutput
 
 @dataclass
 class _Run:
-    """The steps of an `Ahead`, of which the last is an event. ended: number of steps that have
-    ended."""
+    """The steps of an `Ahead`. Only the end of the last step is an event.
+
+    ended: number of steps that have ended.
+    """
 
     ends_s: list[float]
     free: list[int]
@@ -145,13 +147,13 @@ class SimulatedCluster:
         return [self.cluster.outputs.pop(names[i]) for i in sorted(names)]
 
     def _look_at_runs(self) -> None:
-        """Set the free memory of each runner in a run to its value after the latest ended step."""
+        """Set the free memory of each runner in a decode run, as after the latest ended step."""
         for uuid, run in self._runs.items():
             if ended := run.by(self.now):
                 self.cluster.state.gpus[uuid].free_tokens = run.free[ended - 1]
 
     def _execute_ended(self) -> None:
-        """Execute and report, for each run, its steps that have ended."""
+        """Execute and report the ended steps of each decode run."""
         for uuid, run in self._runs.items():
             if ended := run.by(self.now):
                 self.cluster.receive(uuid, self._runners[uuid].take(run.ends_s[ended - 1]))

@@ -14,8 +14,8 @@ class ThreadRunner:
     """A runner in a thread.
 
     make_engine: called in the thread, with `device` as JAX's default device. It should place the
-        parameters on `device` (`jax.device_put`): programs that other threads compile would
-        otherwise be for the first device.
+        parameters on `device` (`jax.device_put`), because warm-up compiles in other threads, whose
+        default is JAX's first device.
     """
 
     def __init__(self, make_engine: MakeEngine, device: jax.Device | None = None):

@@ -17,17 +17,17 @@ def build_step_inputs(
     prefill_rows: int,
     adapters: bool = False,
 ) -> tuple[StepInputs, np.ndarray]:
-    """The inputs of a scheduled step, padded to its bucket, and [n] the input row of each scheduled
-    row. adapters: whether any are configured.
+    """The inputs of a scheduled step, padded to its bucket, and the input row [n] of each scheduled
+    row. Arrays are fresh, because the device may read them after the next step is scheduled.
 
-    Arrays are fresh, because the device may read them after the next step is scheduled.
+    adapters: whether any adapters are configured.
     """
     Tp, Sd = buckets.pick(step.num_prefill_tokens, step.num_decodes)
     inputs = empty_step_inputs(Tp, Sd, prefill_rows, slots.num_slots, policy.table_width, adapters)
     n, num_prefills, Sp = len(step.slots), step.num_prefills, inputs.num_prefill_rows
     num_decodes = n - num_prefills
 
-    # Prefills fill rows from 0 on, decodes rows from Sp on. Slices are faster than index lists.
+    # Prefills fill rows from 0 on, decodes from Sp on. Slices are faster than index lists.
     prefills, decodes = slice(num_prefills), slice(num_prefills, n)
     decode_rows = slice(Sp, Sp + num_decodes)
     parts = [(decodes, decode_rows)] + [(prefills, prefills)] * bool(num_prefills)

@@ -6,7 +6,7 @@ from paged.config import EngineConfig
 
 
 def _steps(largest: int, smallest: int, linear_above: int) -> tuple[int, ...]:
-    """`smallest` doubled up to `linear_above`, then in steps of `linear_above`, up to `largest`."""
+    """Sizes to `largest`: `smallest` doubled to `linear_above`, then steps of `linear_above`."""
     sizes, size = [], min(smallest, largest)
     while size < largest:
         sizes.append(size)

@@ -59,13 +59,13 @@ class Executor(Protocol):
         ...
 
     def apply(self, moves: Moves) -> None:
-        """Start all moves but `after`, before the next step."""
+        """Start all moves except `moves.after`, before the next step."""
         ...
 
     def execute(self, inputs: StepInputs) -> PendingOutputs: ...
 
     def apply_after(self, moves: Moves) -> None:
-        """Start the moves `after` the step executed last."""
+        """Start `moves.after`, after the last executed step."""
         ...
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
@@ -81,7 +81,7 @@ class Executor(Protocol):
 
 @runtime_checkable
 class ReportingExecutor(Protocol):
-    """An executor in simulated time, without a device half to report to the host half."""
+    """An executor in simulated time. It has no device half that could report to the host half."""
 
     def report_by(
         self, simulated: Callable[..., SimulatedDevice], config: CacheConfig, model: ShardedModel

@@ -1,4 +1,4 @@
-"""Moves units of a pool, and the state of slots, on the device and between it and the host."""
+"""Moves units of a pool, and the state of slots, on the device and between device and host."""
 
 import itertools
 import math
@@ -62,8 +62,8 @@ class _Landing:
 
 
 class UnitMover:
-    """The units of one pool. `warm_up`, `copy` and `bring` donate the cache and return the new one.
-    `export` only reads it."""
+    """Moves the units of one pool. `warm_up`, `copy` and `bring` donate the cache and return the
+    new cache. `export` only reads it."""
 
     def __init__(self, shards: Shards, policy: DevicePolicy, pool: Pool):
         self._pool = pool

@@ -28,8 +28,8 @@ from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_s
 from paged.tensor_parallel import REPLICATED, SPLIT, Shards, shared
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
-# XLA takes each write into the pools for a copy of the pools. To save the memory of such copies,
-# rematerialization would compute attention twice.
+# XLA mistakes each write into the pools for a copy of the pools. Its rematerialization pass would
+# compute attention twice, to save the memory of such copies.
 GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
@@ -100,8 +100,8 @@ def _next_iteration(inputs: StepInputs, done) -> StepInputs:
 
 
 def _prompt_logprobs(params, hidden_TxE, targets_T, model: ModelConfig) -> Logprobs:
-    """Log-probabilities of prompt tokens targets [Tp], -1 for none. Computed in chunks, to hold few
-    logits at a time."""
+    """Log-probabilities of the prompt tokens `targets_T` [Tp], of which -1 stands for no token.
+    Computed in chunks, to hold few logits at a time."""
     Tp = targets_T.shape[0]
 
     def of_chunk(chunk):
@@ -168,10 +168,11 @@ def step(
 @dataclass(frozen=True)
 class StepProgram:
     """The step as an engine's configuration declares it, to be compiled for each shape (Tp, Sd) of
-    `Buckets.shapes`. It has no arrays. adapters: pool of adapters; None if none are configured.
+    `Buckets.shapes`. It has no arrays. Equal programs of a process are traced and compiled once.
 
-    Equal programs of a process are traced and compiled once. Raises ValueError for a policy whose
-    device half has no hash.
+    adapters: pool of adapters; None if none are configured.
+
+    Raises ValueError for a policy whose device half has no hash.
     """
 
     shards: Shards
@@ -224,14 +225,14 @@ class StepProgram:
     def compile(
         self, shape: tuple[int, int], params, adapters, cache, state, gpu_options=GPU_OPTIONS
     ) -> jax.stages.Compiled:
-        """(params, adapters, cache, state, packed) -> (cache, state, StepOutputs), with cache and
-        state donated; the arguments may be `ShapeDtypeStruct`s with shardings."""
+        """The program (params, adapters, cache, state, packed) -> (cache, state, StepOutputs). It
+        donates cache and state. Its arguments may be `ShapeDtypeStruct`s with shardings."""
         packed = self.empty_inputs(shape).packed
         lowered = self._jit(shape, params, adapters).lower(params, adapters, cache, state, packed)
         return lowered.compile(gpu_options if self.shards.platform == "gpu" else None)
 
     def check(self, shape: tuple[int, int], dtype) -> None:
-        """Raises ValueError if the attention ops cannot compute in `dtype`."""
+        """Raise ValueError if the attention ops cannot compute in `dtype`."""
         params, caches = self.shards.abstract_params(dtype), jax.eval_shape(self.init(dtype))
         packed = self.empty_inputs(shape).packed
         adapters = self.adapters and self.adapters.abstract(self.shards, dtype)

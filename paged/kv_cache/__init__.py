@@ -17,7 +17,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy_of(name: str) -> Policy:
-    """The policy `name`: a key of POLICIES, or 'MODULE:ATTRIBUTE'.
+    """Return the policy `name`: a key of POLICIES, or 'MODULE:ATTRIBUTE'.
 
     MODULE is a user's Python module, which is imported; ATTRIBUTE is a `Policy` in it. Raises
     ValueError, with the reason, if there is no such policy.

@@ -1,4 +1,4 @@
-"""Device halves whose blocks the host half owns. A block is a page in each of several KV heads."""
+"""Device halves for host halves that own blocks. A block is one page in each of several heads."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ class BlockDevice:
         return cache
 
     def report(self, cache) -> None:
-        """None, because the host half owns all blocks."""
+        """Returns None: the host half owns all blocks and needs no report."""
 
     def export_units(self, cache, pool: str, units) -> dict[str, Any]:
         pages = self.pages_of(pool, units)

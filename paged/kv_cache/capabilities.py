@@ -1,4 +1,4 @@
-"""What a KV-cache policy can do. Engine configurations are checked against it."""
+"""Capabilities of KV-cache policies."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a policy can do. `EngineConfig` rejects configurations that need more.
+    """Capabilities of a policy. `EngineConfig` rejects configurations that need more.
 
-    fork: 'anywhere' if a sequence can share any prefix of another sequence. 'computed' if it can
-        share only all computed tokens of the other sequence, so that only equal prompts share.
+    fork: prefix of another sequence that a sequence can share. 'anywhere': any prefix. 'computed':
+        only all computed tokens, so that only equal prompts share. 'no': none.
     prefix_cache: full blocks can be kept for later prompts.
     unshared_from: shortest prompt, in tokens, that shares no cached prefixes; 0: all share.
     pins: number of prefixes that can be pinned without a prefix cache. A pinned prefix is cut to a
@@ -17,8 +17,8 @@ class Capabilities:
     swap: a preempted sequence can be swapped to the host's memory.
     chunked_prefill: a prompt can be split over steps.
     recompute: a preempted sequence can be recomputed.
-    recompute_exact: recompute can prefill generated tokens with the prompt. Otherwise they are
-        replayed: decoded again token by token.
+    recompute_exact: recompute can prefill generated tokens with the prompt. Otherwise generated
+        tokens are replayed: decoded again, one by one.
     static_batching: requests are admitted only when nothing runs. A restriction, not an ability.
     slot_state: the device keeps state of each running sequence, indexed by its slot.
     prefill_tile: tokens of a tile. A chunk ends a whole number of tiles before the end of the
@@ -53,7 +53,7 @@ class Capabilities:
         return not self.unshared_from or prompt_length < self.unshared_from
 
     def pinned_tokens(self, prompt_length: int) -> int:
-        """Tokens of a pinned prompt that other sequences share."""
+        """Number of tokens of a pinned prompt that other sequences share."""
         if not self.pins:
             return prompt_length
         return max(0, prompt_length - 2) // self.staged_tile * self.staged_tile

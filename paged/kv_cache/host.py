@@ -1,4 +1,4 @@
-"""The host half of a KV-cache policy: ownership of the memory, in integers.
+"""The host half of a KV-cache policy: bookkeeping of memory ownership, without tensors.
 
 Each manager has its own unit of memory:
 
@@ -19,7 +19,7 @@ from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
-# Owners of units that no slot owns alone. CACHED: kept for later prompts, pinned or not.
+# Values of `owners` other than slots. CACHED: kept for later prompts, pinned or not.
 FREE, SHARED, CACHED = -1, -2, -3
 
 
@@ -29,8 +29,8 @@ class Sizes:
 
     pools: pools of memory units, the same on all shards.
     table_width: M of a host half's `tables`.
-    fits: (tokens, sequences) -> whether that many sequences of that many tokens each could run if
-        nothing else did and nothing was pinned.
+    fits: (tokens, sequences) -> whether `sequences` sequences of `tokens` tokens each could run
+        together if no other sequence ran and no prefix was pinned.
     """
 
     pools: tuple[Pool, ...]
@@ -39,7 +39,7 @@ class Sizes:
 
 
 class HostPolicy(Protocol):
-    """Ownership of the memory, by slot. The engine calls the methods. There are no tensors.
+    """The interface of a host half. The engine calls its methods.
 
     The order of calls in a round:
 
@@ -72,10 +72,9 @@ class HostPolicy(Protocol):
         ...
 
     def observe(self, number: int, report: Any) -> None:
-        """Step `number` has run; `report` is the device half's state at its end.
+        """Process the report of step `number`: the device half's state at the end of the step.
 
-        A report's entry for a slot is valid only if its step began with the sequence's state in the
-        slot.
+        The entry of a slot is valid only if the slot held the sequence's state when the step began.
         """
         raise AssertionError("the device half reports nothing")
 
@@ -96,7 +95,7 @@ class HostPolicy(Protocol):
 
     def admit(self, slot: int, sequence: Sequence) -> int:
         """Reserve room for a sequence, sharing its parent's tokens where allowed. Returns the
-        number of first tokens not to compute: they are cached, or the parent computes them."""
+        number of first tokens to skip, because they are cached or the parent computes them."""
         ...
 
     def can_append(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
@@ -118,12 +117,12 @@ class HostPolicy(Protocol):
         ...
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        """The `num_tokens` that `child` shares with `parent` are computed by the step of the last
-        `advance`, or were cached. `child` was admitted with `parent` as its parent."""
+        """Let `child`, which was admitted with `parent` as its parent, use the `num_tokens` tokens
+        that both share. The step of the last `advance` computes them, or they were cached."""
         return
 
     def free(self, slot: int) -> None:
-        """Free the memory of a sequence that has ended or been preempted. It is free at once."""
+        """Free the memory of a sequence that has ended or been preempted, for use at once."""
         ...
 
     def can_swap_out(self, slots: list[int]) -> bool:
@@ -145,11 +144,11 @@ class HostPolicy(Protocol):
         raise AssertionError("nothing was swapped out")
 
     def drop_swapped(self, swapped: Any) -> None:
-        """The swapped sequences will never be swapped in."""
+        """Free the host's memory of sequences that will never be swapped in."""
         raise AssertionError("nothing was swapped out")
 
     def take_moves(self) -> Moves:
-        """The moves around the next step. Called once for each dispatched step."""
+        """Return and clear the moves of the next step. Called once for each dispatched step."""
         moves, self.moves = self.moves, Moves()
         return moves
 
@@ -165,7 +164,7 @@ class HostPolicy(Protocol):
         ...
 
     def owners(self) -> dict[str, np.ndarray]:
-        """int32 owner of each unit but a null unit, by pool: a slot, or FREE, SHARED or CACHED."""
+        """int32 owners of units by pool, without the null unit: slots, FREE, SHARED or CACHED."""
         ...
 
     def gauges(self, report: Any, slots: np.ndarray, contexts: np.ndarray) -> dict[str, float]:
@@ -174,7 +173,7 @@ class HostPolicy(Protocol):
         return {}
 
     def check(self) -> None:
-        """Assert that every unit is free, or that its owners equal its reference count."""
+        """Assert that no unit is lost, and that reference counts equal numbers of owners."""
         ...
 
     def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
@@ -187,8 +186,9 @@ class PrefixCachingHost(HostPolicy, Protocol):
     capability `pins` has only `pin`."""
 
     def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
-        """Let other sequences share the first `num_tokens` [S] of tokens [num_slots, max_tokens] of
-        `slots` [S]. Their keys and values are written before any later step runs."""
+        """Let other sequences share the first `num_tokens` [S] tokens of `slots` [S]. The keys and
+        values of these tokens are written before any later step runs.
+        tokens: [num_slots, max_tokens] tokens of all slots."""
         ...
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> Any:

@@ -8,8 +8,8 @@ from paged.checks import shown
 
 
 def read[Content](path: str, parse: Callable[[str], Content]) -> Content:
-    """`parse` of the file's text. Raises ValueError, with the path, if the file cannot be read or
-    parsed."""
+    """Read the file at `path` and return `parse` of its text. Raises ValueError, with the path, if
+    the file cannot be read or parsed."""
     try:
         # Windows editors write a byte order mark.
         return parse(Path(path).expanduser().read_text("utf-8-sig"))
@@ -18,7 +18,7 @@ def read[Content](path: str, parse: Callable[[str], Content]) -> Content:
 
 
 def made_for(stored: Any, weights_hash: Callable[[], str], *names: str) -> list[Any]:
-    """The values of `names` in the JSON object `stored`.
+    """Return the values of `names` in the JSON object `stored`.
 
     weights_hash: returns the SHA-256 of the served weights.
 

@@ -13,8 +13,8 @@ class Pool:
 
     num_host_units: units of the host's memory. Unit 0 is padding.
     null_unit: unit of padding; no sequence owns or reads it.
-    units_per_call: units that one call of a swapping program moves; a call that copies moves
-        `copy_sizes` units.
+    units_per_call: units that one call of a swap program moves. A call of a copy program moves
+        one of the `copy_sizes`.
     max_copies: most units that are copied before a step.
     unit_bytes: bytes of one unit, on all shards together.
     """
@@ -61,7 +61,7 @@ class Moves:
     dropped: list[int] = field(default_factory=list)
 
     def export_slot(self, slot: int, key: int) -> None:
-        """Export a slot's state. If a copy into the slot is still due, its parent has the state."""
+        """Export a slot's state. If a copy into the slot is pending, export the copy's source."""
         assert slot not in dict(self.slot_imports).values(), f"slot {slot} is yet to be swapped in"
         self.slot_exports.append((self.source_of(slot), key))
 
@@ -70,19 +70,19 @@ class Moves:
         self.slot_copies.append((self.source_of(parent), child))
 
     def source_of(self, slot: int) -> int:
-        """The slot that has the state of `slot` before these moves. One lookup suffices, because
-        the parents in `slot_copies` are such slots already."""
+        """The slot that has the state of `slot` before these moves. One lookup suffices:
+        `copy_slot` records, instead of a parent, the slot that has the parent's state."""
         return {child: parent for parent, child in self.slot_copies}.get(slot, slot)
 
     def release(self, slot: int) -> None:
-        """Cancel copies into a slot whose sequence has left, and release the slot. It is released
-        once, even if several sequences used it before the next step."""
+        """Cancel copies into a slot whose sequence has left, and release the slot. A slot is
+        released once, even if several sequences used it before the next step."""
         self.slot_copies = [pair for pair in self.slot_copies if pair[1] != slot]
         if slot not in self.released:
             self.released.append(slot)
 
     def facts(self) -> dict:
-        """The entries of the event log: the fields that are not empty."""
+        """The non-empty fields, for the event log."""
         found = {name: value for name, value in vars(self).items() if value}
         return {n: dict(v) if isinstance(v, dict) else v for n, v in found.items()}
 

@@ -5,17 +5,17 @@ until it ends. The run comes from a buddy allocator, as the paper assumes for Or
 blocks is a power of two. The baselines differ in the tokens that they reserve:
 
     orca_max           max_model_len
-    orca_pow2          the prompt and the next power of two of the true output length
+    orca_pow2          the prompt, plus the true output length rounded up to a power of two
     orca_oracle        the prompt and the true output length
-    fastertransformer  as orca_max, and a new batch starts only when the last one has ended
+    fastertransformer  as orca_max, and a new batch starts only when the previous batch has ended
 
 A request that ends frees its run at once. Static batching reuses the room only for the next batch.
 A batch has at most as many requests as one step may begin to prefill.
 
-The true output length is the most tokens that the engine may generate (the group's limit). It is
-exact for requests that ignore the end-of-sequence token and have no stops, as in the paper.
-For other requests it is an upper bound. Tokens that such a request never generates are counted as
-reserved until it ends.
+The true output length is the most tokens that the engine may generate: the group's `limit` without
+the prompt. It is exact for requests that ignore the end-of-sequence token and have no stops, as in
+the paper. For other requests it is an upper bound. Tokens that such a request never generates are
+counted as reserved until the request ends.
 
 The device half is the vllm policy's. A row of the block table has the blocks of a run in order.
 """
@@ -40,7 +40,7 @@ Reserve = Callable[[int, int, int], int]
 
 
 def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    """`fits` is conservative, because each sequence may need the run of max_model_len tokens."""
+    """`fits` assumes that each sequence needs a run for max_model_len tokens."""
     width = -(-config.max_model_len // config.page_size)
     runs = (config.num_blocks - 1) // BuddyAllocator.run_size(width)
     return Sizes((vllm_pool(config, model, 1),), width, lambda tokens, count: count <= runs)
@@ -64,7 +64,7 @@ class ReservingHost(HostPolicy):
         self._asked = np.zeros(num_slots, np.int64)  # tokens requested for each slot's run
         self._limit = np.zeros(num_slots, np.int64)  # most tokens of the sequence
         self._computed = np.zeros(num_slots, np.int64)  # tokens that are written
-        self._refused = 0  # blocks of the last request, if there was no free run for it; else 0
+        self._refused = 0  # blocks of the last request if no free run could hold it, else 0
         self._operations: list[tuple[str, str, np.ndarray]] = []
 
     @property
@@ -150,12 +150,12 @@ class ReservingHost(HostPolicy):
         """The parts of a sequence's run, in order:
 
         token states: computed tokens.
-        reserved: prompt and future tokens, up to the sequence's limit.
-        internal: other requested room. It is waste, but this is only known at the sequence's end.
-        external: the rest of the run, whose number of blocks is a power of two. It is always waste.
+        reserved: tokens not computed yet, up to the sequence's limit.
+        internal: requested room beyond the limit. This waste is certain only at the sequence's end.
+        external: room of the run beyond the request, because a run has a power of two blocks.
 
-        If the last request had no free run, free runs too small for it are external, too, until a
-        request is admitted."""
+        If no free run could hold the last request, all free runs too small for it are external too,
+        until a request is admitted."""
         token_states, limit = int(self._computed.sum()), int(self._limit.sum())
         asked, runs = int(self._asked.sum()), int(self._run.sum())
         stranded = self.buddies.stranded(self._refused) * self._page_size

@@ -89,13 +89,13 @@ class CacheConfig:
 
 
 class DevicePolicy(Protocol):
-    """The device half: writes and reads pages, by pure functions over a pytree `cache`, under jit.
+    """The device half: pure functions over a pytree `cache`, under jit, that write and read pages.
 
     It is a frozen dataclass, so that engines with equal device halves share programs.
 
-    Shards split axis 0 of all leaves of `cache`. Units are padded with the pool's `null_unit`,
-    slots with max_num_seqs, which is no slot. A policy may have a further method
-    `snapshot(cache)`: the content of all shards' cache, for plots and tests.
+    Shards split axis 0 of all leaves of `cache`. Arrays of units are padded with the pool's
+    `null_unit`, arrays of slots with max_num_seqs, which is no slot. A device half may have a
+    further method `snapshot(cache)`, which returns the content of all shards for plots and tests.
     """
 
     def __hash__(self) -> int: ...
@@ -111,7 +111,7 @@ class DevicePolicy(Protocol):
     def attend(
         self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: StepInputs
     ) -> tuple[jax.Array, Any]:
-        """Called in each layer: write the new tokens, attend. Returns `(out [T, H, D], cache)`.
+        """Called in each layer: write keys and values, attend. Returns `(out [T, H, D], cache)`.
 
         `ModelConfig.attention` has the layer's scale, soft cap and window. If a device half does
         not support these, its policy's `check` must reject models without `plain_attention`.
@@ -125,7 +125,7 @@ class DevicePolicy(Protocol):
         ...
 
     def report(self, cache) -> Any:
-        """Called once a step: a small pytree of arrays for the host half's `observe`, or None."""
+        """Called once a step. Returns a small pytree of arrays for the host half, or None."""
         ...
 
     def export_units(self, cache, pool: str, units) -> Any:
@@ -137,7 +137,7 @@ class DevicePolicy(Protocol):
         ...
 
     def copy_units(self, cache, pool: str, sources, destinations) -> Any:
-        """The cache after copying units [C] int32, with their statistics."""
+        """The cache after copying units `sources` to `destinations` [C] int32, with statistics."""
         ...
 
 
@@ -145,7 +145,7 @@ class SlotStateDevice(DevicePolicy, Protocol):
     """The further methods of a device half with the capability `slot_state`. slots: [C] int32."""
 
     def release_slots(self, cache, slots) -> Any:
-        """The sequences of `slots` have left. Only this call clears a slot's state."""
+        """Clear the state of `slots`, whose sequences have left. No other call clears a state."""
         ...
 
     def copy_slots(self, cache, parents, children) -> Any: ...
@@ -172,11 +172,12 @@ class SimulatedDevice(Protocol):
         ...
 
     def copied(self, pairs: Pairs) -> dict[str, int]:
-        """Units by pool that forks of (parent, child) slots copy, because no unit is shared."""
+        """Number of units, by pool, that forks of (parent, child) slots copy instead of sharing."""
         ...
 
     def compute(self, slots: np.ndarray, ends: np.ndarray, are_prompts: np.ndarray) -> None:
-        """A step computes `slots` [n] up to `ends` [n] tokens. are_prompts: [n] bool, prompts."""
+        """Compute a step in which `slots` [n] reach `ends` [n] tokens.
+        are_prompts: [n] bool, whether the slot prefills."""
         ...
 
     def report(self) -> Any:
@@ -184,8 +185,8 @@ class SimulatedDevice(Protocol):
         ...
 
     def kept(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[..., n, I] tokens by precision that a KV head of `slots` [n] keeps, as a mean over
-        heads, when the slots have `ends` [..., n] tokens."""
+        """[..., n, I] tokens by precision, as a mean over KV heads, that `slots` [n] keep when they
+        have `ends` [..., n] tokens."""
         ...
 
 

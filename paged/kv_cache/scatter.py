@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 
 def distinct(places, live, size: int):
-    """int32 `places` [...] where `live`. Each other entry gets its own index beyond an axis of
-    `size`, so that the scatter drops it."""
+    """int32 `places` [...] where `live`. Other entries get distinct indices of at least `size`, the
+    length of the axis, so that the scatter drops them."""
     beyond = size + jnp.arange(places.size, dtype=jnp.int32).reshape(places.shape)
     return jnp.where(live, places, beyond)

@@ -1,8 +1,8 @@
 """Decisions for a KV head that several shards hold (tensor parallelism, vLLM §4.6).
 
 With more shards than KV heads, each KV head and its pages are on several shards. The shards split
-its query heads. A decision that depends on the scores of all query heads (which pages are selected,
-which tokens are kept) must be the same on all these shards. Otherwise their pages would differ, and
+its query heads. A decision that depends on the scores of all query heads (page selection, choice of
+kept tokens) must be the same on all these shards. Otherwise the shards' pages would differ, and
 generated tokens would differ from a single device's.
 """
 

@@ -1,4 +1,4 @@
-"""How KV memory is used."""
+"""Usage of KV memory, by category."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ class Usage:
     token_states: tokens written, or being written in this step.
     reserved: allocated room for future tokens: tokens not yet prefilled and, if the policy reserves
         for the output, tokens not yet generated.
-    internal: other allocated room: unused ends of last blocks, or reserved and never used.
+    internal: other allocated room: unused ends of last blocks, and reservations never used.
     external: room that the allocator cannot use; 0 with fixed-size blocks.
     free: all other room.
     shared: room saved by sharing; not part of the other categories.

@@ -1,4 +1,4 @@
-"""Layers with different sliding windows: one program for each window."""
+"""Layers with different sliding windows: one branch for each window."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ EVERYTHING = np.iinfo(np.int32).max  # value in arrays for layers without a wind
 
 
 def by_window(attention: Attention, layer, run: Callable[[int | None], Any]):
-    """`run(window)` with the window of the traced `layer`, as a Python number for kernels.
-    Branches must not write a pool: XLA might copy it."""
+    """Return `run(window)` for the window of the traced `layer`. Kernels need `window` as a Python
+    number. `run` must not write a pool: XLA might copy the pool."""
     kinds = attention.kinds
     if len(kinds) == 1:
         return run(kinds[0])

@@ -32,7 +32,7 @@ EVERYTHING = 2**40  # window, in tokens, of a layer without a window
 
 
 class Layout(Protocol):
-    """Memory and reads of a policy, computed from sizes, without a host half. It is frozen.
+    """Memory and reads of a policy, computed from sizes, without a host half. Layouts are frozen.
 
     A policy that quantises or drops tokens has a further method:
 

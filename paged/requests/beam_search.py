@@ -1,10 +1,11 @@
 """Beam search: selection of live beams and of finished hypotheses (vLLM §4.4).
 
-The rules equal transformers' `generate(num_beams=width)`. A step ranks the continuations of all
-beams by one token. A continuation that ends becomes a finished hypothesis if it is among the best
-`width`. The best `width` continuations that do not end live on. Scores are added in float32 as in
-transformers, so that near ties have the same outcome. transformers does not define the order of
-exact ties; here the better beam comes first, and within a beam its better token.
+The rules equal transformers' `generate(num_beams=width)`. A step continues each live beam by one
+more token, and ranks all continuations. An ended continuation becomes a finished hypothesis if it
+is among the best `width`. The best `width` continuations without an end become the live beams.
+Scores are added in float32 as in transformers, so that near ties have the same outcome.
+transformers does not define the order of exact ties; here the better beam comes first, and within
+a beam its better token.
 """
 
 from collections.abc import Sequence
@@ -74,8 +75,8 @@ class BeamSearch:
         top: [B, A] float32, their natural log-probabilities; -inf for a token that cannot follow.
 
         A must be at least `num_candidates`, which is `width` plus the number of end-of-sequence
-        tokens. A beam's best A next tokens then contain its best `width`, and its best `width` that
-        do not end. No other continuation can finish or live on.
+        tokens. A beam's best A next tokens then include its best `width` tokens, and its best
+        `width` tokens other than end tokens. No other continuation can finish or live on.
         """
         B, A = top.shape
         assert 0 < B == len(self.scores) == len(outputs), "one row for each live beam"

@@ -12,7 +12,7 @@ class OutputStream(Iterator[RequestOutput]):
     After an interruption the iterator continues. If the interruption ended the request, the next
     output has reason 'error'.
 
-    next_output: returns the next output; raises StopIteration after the last one.
+    next_output: returns the next output; raises StopIteration after the last output.
     close: aborts the request and deletes its outputs.
     """
 

@@ -1,4 +1,4 @@
-"""How a request is decoded: its sampling parameters."""
+"""Sampling parameters: how a request is decoded."""
 
 import dataclasses
 import functools

@@ -124,11 +124,11 @@ class SequenceGroup:
         self.cache_salt = ""  # cached prefixes are shared only if salts are equal
         self.adapter: Adapter | None = None
         self.adapter_slot = -1  # adapter slot on the device while the group runs
-        self.overtaken = 0  # later groups that started first, because its adapter was absent
+        self.overtaken = 0  # later groups that started first while this group's adapter was absent
         self.stream = False
         self.pin = False  # whether its prompt's blocks are pinned when it ends
         self.mailbox: deque[RequestOutput] | None = None  # receives the outputs instead of `step`
-        # None until computed; empty if not requested.
+        # Each entry is None until it is computed. The list is empty if not requested.
         asked = 0 if sampling.prompt_logprobs is None else len(prompt)
         self.prompt_logprobs: list[TokenLogprob | None] = [None] * asked
 
@@ -206,11 +206,11 @@ class RequestOutput:
 
     sequences: all sequences while the request runs; n at its end, the best first if they are
         ranked.
-    tokens, text, finish_reason, logprobs: the first sequence's.
+    tokens, text, finish_reason, logprobs: fields of the first sequence.
     prompt_logprobs: log-probabilities of each prompt token, with None for the first token and for
         tokens not computed yet; None if not requested.
     cached_tokens: tokens from the prefix cache or a pinned prefix, also in recomputations after
-        preemptions; at most the prompt's number.
+        preemptions; at most the number of prompt tokens.
     """
 
     request_id: str

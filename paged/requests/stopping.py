@@ -1,4 +1,4 @@
-"""When a sequence ends, and the text of its tokens."""
+"""The ends of sequences, and the text of their tokens."""
 
 import codecs
 import functools

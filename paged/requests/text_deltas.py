@@ -6,7 +6,7 @@ from paged.requests.stopping import TextStream
 
 
 class TextDeltas:
-    """Deltas that concatenate to a prefix of a sequence's final text, for any further tokens.
+    """Deltas that concatenate to a prefix of a sequence's final text, whatever tokens follow.
 
     Text that a later token could change, or that may begin a stop string, waits in the stream.
     """

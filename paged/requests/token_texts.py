@@ -5,7 +5,7 @@ import functools
 from paged.requests.stopping import decode
 from paged.requests.text_deltas import TextDeltas
 
-# Byte-level vocabularies spell the bytes that cannot be printed in letters from U+0100 on.
+# Byte-level vocabularies spell unprintable bytes as letters from U+0100 on.
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED}
@@ -29,8 +29,10 @@ class TokenTexts:
         self.bytes = functools.lru_cache(maxsize=2**16)(self._bytes)
 
     def prompt_offsets(self, prompt: str | list[int], special: bool) -> list[int]:
-        """Characters before each token of a prompt. special: whether the tokenizer adds special
-        tokens to a text."""
+        """The number of characters before each token of a prompt.
+
+        special: whether the tokenizer adds special tokens to a text.
+        """
         if isinstance(prompt, list):
             return TextDeltas(self._tokenizer).push(prompt)
         spans = self._tokenizer(

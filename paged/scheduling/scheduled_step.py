@@ -59,7 +59,10 @@ def by_adapter(
     prefills: list[tuple[int, int]], decodes: np.ndarray, adapter: np.ndarray, num_adapters: int
 ) -> np.ndarray:
     """Group rows by adapter (Punica §6): sorts `prefills` in place and returns `decodes` sorted,
-    beginning with the last prefill's adapter. adapter: [num_slots] adapter slots, -1 for none."""
+    beginning with the last prefill's adapter.
+
+    adapter: [num_slots] adapter slots, -1 for none.
+    """
     prefills.sort(key=lambda row: adapter[row[0]])
     last = adapter[prefills[-1][0]] if prefills else -1
     after_last = (adapter[decodes] - last) % (num_adapters + 1)

@@ -28,8 +28,8 @@ ARRIVAL = operator.attrgetter("order")
 
 
 class Scheduler:
-    """`schedule` decides a step, whose tokens are then part of `Slots.computed`. `update` records
-    the sampled tokens, a step later.
+    """Decides steps: `schedule` adds a step's tokens to `Slots.computed`, and `update` records the
+    sampled tokens a step later.
 
     gate: holds back requests whose adapter is not on the device (Punica §5.2); None: no adapters.
     """
@@ -40,9 +40,9 @@ class Scheduler:
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
         self.running: list[SequenceGroup] = []  # by arrival order
-        # nobody_enters: no waiting group can enter a next step with the same rows, or with fewer
-        # rows unless lacked_room. It ends when memory is freed, when a prefill may have cached
-        # blocks, and when a group is added, unless the head of the queue lacks memory.
+        # nobody_enters: no waiting group can enter a next step with the same rows; with fewer rows,
+        # a group can enter only if lacked_room. Reset when memory is freed, when a waiting group is
+        # aborted, when a prefill may have cached blocks, and by `add` (see there for exceptions).
         # lacked_room: the last step had no room for a prompt.
         self.nobody_enters = self.lacked_room = False
         self._head_lacks_memory = False
@@ -126,8 +126,8 @@ class Scheduler:
     def _iterations(self, decodes: np.ndarray) -> np.ndarray:
         """Tokens [n] that each of `decodes` [n] computes in a step without prefills.
 
-        This is `multi_step`, capped by the tokens left to replay. If none are left, it is capped by
-        the length limit. It is 1 for beams, and for all rows if blocks do not suffice.
+        A row computes up to `multi_step` tokens. The cap is the tokens left to replay, or, if none
+        are left, the length limit. Beams compute 1 token, as do all rows if blocks do not suffice.
         """
         s = self.slots
         replayed = s.length[decodes] - s.computed[decodes] - 1
@@ -164,9 +164,9 @@ class Scheduler:
     def _swaps(self, num_sequences: int) -> bool:
         """Whether a preempted group should be swapped out instead of recomputed (vLLM §4.5).
 
-        'auto' recomputes if the policy cannot swap, and recomputes a single sequence if all its
-        tokens are prefilled, which is no worse than swapping (§7.3). Otherwise it swaps: groups of
-        several sequences share less after recomputation.
+        'auto' recomputes if the policy cannot swap. It also recomputes a single sequence if all its
+        tokens would be prefilled, which is no worse than swapping (§7.3). Otherwise it swaps:
+        groups of several sequences share less after recomputation.
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
@@ -240,8 +240,10 @@ class Scheduler:
             room.add(slot, left, self._children.forks_of([slot]), start, stop)
 
     def schedule(self, number: int, decodes: np.ndarray | None = None) -> ScheduledStep | None:
-        """Step `number`, or None if there is nothing to compute now. decodes: the result of
-        `decodes`, if the caller has just computed it."""
+        """Step `number`, or None if there is nothing to compute now.
+
+        decodes: the result of the method `decodes`, if the caller has just computed it.
+        """
         s = self.slots
         preempted = []
         while decodes is None and (decodes := self.decodes()) is None:
@@ -337,8 +339,8 @@ class Scheduler:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Record the tokens that an iteration of a step sampled, `sampled` [n] by row.
 
-        Returns the rows that yield a token in this iteration, and these tokens, without those of
-        sequences that have since ended or been preempted; a negative token (`INVALID_TOKEN`) is
+        Returns the rows that yield a token in this iteration, and these tokens. Rows of sequences
+        that have since ended or been preempted are left out. A negative token (`INVALID_TOKEN`) is
         returned but not recorded.
         """
         s = self.slots
@@ -358,7 +360,7 @@ class Scheduler:
 
     def advance_beams(self, group: SequenceGroup, moves: list[tuple[int, int]]) -> None:
         """Replace a group's beams by `moves`: (parent, token), where parent indexes the group's
-        sequences. All their tokens are known. Blocks of dropped beams are free at once (vLLM
+        sequences. All tokens of the beams are known. Blocks of dropped beams are free at once (vLLM
         §4.4)."""
         s, live = self.slots, group.sequences
         kept = {parent for parent, _ in moves}

@@ -1,9 +1,9 @@
 """Host state of running sequences, as arrays over slots.
 
 A slot is a small integer that a sequence keeps from admission to its end or preemption. On the
-device the sequence's state has the same index. Arrays keep the per-step cost of hundreds
-of running sequences to a few vector operations. The `slot_mapping` of the attention ops uses the
-literature's meaning instead: there, a slot is the room for one token in the KV cache.
+device the sequence's state has the same index. With arrays, a step over hundreds of running
+sequences costs a few vector operations. In the `slot_mapping` of the attention ops, as in the
+papers, a slot is the room for one token in the KV cache instead.
 """
 
 import numpy as np
@@ -29,8 +29,9 @@ def sampling_row(sequence: Sequence) -> np.ndarray:
 
 
 class Slots:
-    """tokens: [num_slots, max_tokens] int32 prompt and output as far as `known`.
+    """State of all slots, as arrays [num_slots].
 
+    tokens:   [num_slots, max_tokens] int32 prompt and output, up to `known`.
     length:   tokens that exist once all dispatched steps have run, sampled ones included.
     known:    tokens that the host has read; the others are in flight.
     computed: tokens whose keys and values are written once all dispatched steps have run.
@@ -176,7 +177,7 @@ class Slots:
 
     def check(self) -> None:
         """Assert the invariants above, and that each slot is free or owned by one running sequence.
-        This holds between any two calls of the engine."""
+        All hold between any two calls of the engine."""
         active = np.flatnonzero(self.active)
         owned = [slot for slot in range(self.num_slots) if self.owner[slot] is not None]
         assert owned == active.tolist(), f"slots {active.tolist()} are active, {owned} have owners"

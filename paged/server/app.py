@@ -43,7 +43,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": ERROR}}}
     for status, text in {
         400: "something is wrong with the request: `param` names the field",
-        401: "no API key, where the server wants one",
+        401: "no valid API key, if the server needs one",
         404: "no such model or path",
         408: "the body came too slowly",
         413: "the body is too large",
@@ -63,7 +63,7 @@ REF = "#/components/schemas/{model}"
 
 
 def create_app(service: Service, keys: Collection[str] = ()) -> FastAPI:
-    """keys: API keys; if there are any, all paths but `guard.KEYLESS` need one."""
+    """The HTTP application. keys: API keys; if any, all paths but `guard.KEYLESS` need a key."""
     app = FastAPI(
         title="paged-jax", description="OpenAI's API over one paged engine, or many.",
         docs_url=None, redoc_url=None, responses=ERRORS,
@@ -213,7 +213,7 @@ def _add_operation(app: FastAPI, service: Service) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ValueError if no server can listen at the address. To be called before an engine is
+    """Raise ValueError if no server can listen at the address. Call this before an engine is
     built."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -262,7 +262,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets=None) -> None:
         self._loop = asyncio.get_running_loop()
         connections = connections_for(self._service.settings.max_connections)
-        self.config.limit_concurrency = connections + 1  # uvicorn refuses at the limit itself.
+        # uvicorn refuses the connection that reaches the limit.
+        self.config.limit_concurrency = connections + 1
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -45,7 +45,7 @@ class Reply:
     `time.monotonic`.
 
     streams: whether growth is buffered. False once more than `max_buffered` tokens have waited.
-        The slow reader then gets all tokens that it has not taken with the final output.
+        The slow reader then gets the remaining tokens at the end, from the final output.
     ready: set when growth or the end has arrived. Replies may share one event.
     growth: new tokens that the reader has not taken yet.
     output: the final output.
@@ -88,10 +88,10 @@ class Reply:
 
 class Client(ABC):
     """A thread that drives engines. Other threads call the public methods, which return at once,
-    except `close`. Private methods run in the client's thread. Only `_call` and `_result` run in
-    the caller's thread.
+    except `close`. Private methods run in the client's thread, except `_call` and `_result`, which
+    run in the caller's thread.
 
-    _engine: None for a client of several engines.
+    _engine: the only engine; None for a client of several engines.
     """
 
     _engine: Engine | None = None
@@ -215,8 +215,8 @@ class EngineClient(Client):
                 return
 
     def _recover(self) -> None:
-        """A failed engine step ends all requests with outputs, which the next step delivers. A
-        failure outside the engine may lose outputs. Requests of lost outputs are ended here."""
+        """A failed engine step ends all requests, and the next step delivers their outputs. A
+        failure outside the engine may lose outputs. Requests without outputs are ended here."""
         self._call(partial(self._end_lost, list(self._replies)))
 
     def _end_lost(self, request_ids: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The engine's requests of one HTTP request, and their outputs as deltas of choices."""
+"""The engine requests for one HTTP request, and their outputs as deltas of choices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -53,7 +53,7 @@ class _Choice:
 
 @dataclass(eq=False)
 class Generation:
-    """The engine's requests of one HTTP request, one for each prompt, from `start` to `close`.
+    """The engine requests for one HTTP request, one for each prompt, from `start` to `close`.
 
     streams: whether `deltas` will be read.
     max_buffered: tokens that may wait for a slow reader.
@@ -95,7 +95,7 @@ class Generation:
         return [_whole_output(reply) for reply in self.replies]
 
     async def _news(self) -> None:
-        """Wait for a reply's growth or end. Raises ApiError or ClientLeft if there will be none."""
+        """Wait for a reply's growth or end. Raises ApiError or ClientLeft if the wait fails."""
         try:
             async with asyncio.timeout_at(self.deadline_s):
                 await self._ready.wait()

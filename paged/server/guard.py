@@ -130,7 +130,9 @@ class Guard:
 
         try:
             if scope["http_version"] not in ("1.0", "1.1"):
-                raise ApiError(400, "HTTP/1.1 is spoken here", headers={"Connection": "close"})
+                raise ApiError(
+                    400, "the HTTP version must be 1.0 or 1.1", headers={"Connection": "close"}
+                )
             state["key"] = self._check(scope["path"], headers)
             await self._app(scope, body.receive, respond)
         except ApiError as error:

@@ -40,7 +40,7 @@ class ServerMetrics:
             "time_to_first_token_seconds", "from the request to its first token", SECONDS
         )
         self._tpot = histogram(
-            "time_per_output_token_seconds", "of tokens after the first", TOKEN_SECONDS
+            "time_per_output_token_seconds", "time per token after the first", TOKEN_SECONDS
         )
         self._whole = histogram("request_seconds", "from the request to its end", SECONDS)
         self._prompts = counter("prompts", "prompts that have ended, by reason", "reason")

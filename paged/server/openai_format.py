@@ -14,7 +14,7 @@ from paged.requests.sampling_params import SamplingParams
 from paged.validation import PromptTooLong
 
 CLIENT_LEFT = 499  # status in logs and metrics of a request whose client has disconnected
-TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten conversations
+TOO_LONG = "context_length_exceeded"  # OpenAI's error code: clients then shorten the conversation
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_FIELDS = 1000  # fields of a map
 # Stops are limited, because each generated token is compared with all stops.
@@ -92,7 +92,7 @@ def _require_empty(value: Any) -> None:
 
 
 def option(name: str, more: str = "") -> Any:
-    """An optional field of a body. Its description is that of `SamplingParams`, and `more`."""
+    """An optional field of a body. Its description: `SamplingParams`' help text, then `more`."""
     return Field(None, description=HELP.get(name, name) + more)
 
 
@@ -111,8 +111,8 @@ Unsupported = Annotated[
 
 
 class Body(BaseModel):
-    """A request body. It may have only declared fields of the declared types. A null is the
-    default."""
+    """A request body. It may have only declared fields of the declared types. A null stands for
+    the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -226,7 +226,7 @@ class ChatRequest(GenerationRequest, Conversation):
     max_tokens: int | None = option("max_tokens", "; by default what the context leaves")
     max_completion_tokens: int | None = option("max_tokens", "; the newer name of max_tokens")
     logprobs: bool | None = Field(None, description="whether to report log-probabilities")
-    top_logprobs: int | None = Field(None, description="of so many alternatives, with logprobs")
+    top_logprobs: int | None = Field(None, description="alternatives that logprobs reports")
     response_format: ResponseFormat | None = None
     modalities: Items[Literal["text"]] | None = None
     tools: Unsupported = None

@@ -13,8 +13,10 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf.
 
 
 def usage(outputs: Sequence[RequestOutput], silent: bool) -> dict[str, Any]:
-    """Counts of tokens. silent: whether max_tokens is 0 (with echo). Then the completion has 0
-    tokens."""
+    """Counts of tokens.
+
+    silent: whether max_tokens is 0 (with echo). Then the completion has 0 tokens.
+    """
     prompt = sum(len(output.prompt_tokens) for output in outputs)
     sequences = [sequence for output in outputs for sequence in output.sequences]
     completion = 0 if silent else sum(len(sequence.tokens) for sequence in sequences)
@@ -27,7 +29,7 @@ def usage(outputs: Sequence[RequestOutput], silent: bool) -> dict[str, Any]:
 
 
 class ResponseFormat:
-    """The responses of one API.
+    """Builds the responses of one API: completions, or chat completions.
 
     name: the requested model.
     token_ids: whether choices have the ids of their tokens.

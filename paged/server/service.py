@@ -33,14 +33,14 @@ RATE_WINDOW_S = 30.0
 MAX_RETRY_S = 600.0
 MAX_COMPOSED = 4  # characters that a tokenizer may normalise to one (NFC)
 MAX_THREADS = 2  # threads for long work
-LAST_READ_S = 1.0  # seconds in which clients may read the error that the server shuts down
+LAST_READ_S = 1.0  # seconds that clients have to read the shutdown's error
 
 
 class Pace:
     """The rate at which prompts end: over the last RATE_WINDOW_S seconds, or since the server was
     last idle if that is shorter.
 
-    now: the time in seconds.
+    now: returns the time in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
@@ -128,12 +128,12 @@ class Service:
         ).tolist()
 
     def check_length(self, text: str, field: str) -> None:
-        """Raise ApiError for a text that exceeds max_model_len in any tokenization. Called before
-        tokenizing, which would take seconds."""
+        """Raise ApiError for a text that exceeds max_model_len in any tokenization. Call this
+        before tokenizing, which would take seconds."""
         if len(text) > self._max_text:
             message = (
-                f"{field}: a text of {len(text):,} characters; those of max_model_len "
-                f"({self.config.max_model_len}) tokens are {self._max_text:,} at most"
+                f"{field}: a text of {len(text):,} characters; max_model_len "
+                f"({self.config.max_model_len}) tokens have at most {self._max_text:,}"
             )
             raise ApiError(400, message, field, TOO_LONG)
 

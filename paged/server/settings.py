@@ -19,10 +19,12 @@ class ServerConfig:
         least=1,
     )
     max_prompts: int = described(128, "prompts of one request")
-    max_body_bytes: int = described(8 * 2**20, "of a request; larger ones are refused", least=1)
+    max_body_bytes: int = described(
+        8 * 2**20, "bytes of a request's body; larger requests are refused", least=1
+    )
     max_connections: int = described(
         4096,
-        "open at a time; one more closes the one that has waited longest for a request",
+        "open connections; one more closes the connection that has waited longest for a request",
         least=1,
     )
     head_timeout_s: int = described(

@@ -132,7 +132,7 @@ def _whole(call: Call, generation: Generation) -> Json:
 
 
 def _with_prompt(call: Call, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
-    """The delta. A delta that begins a choice gets the echo of prompt `i` before its text.
+    """The delta for the response. The first delta of a choice has prompt `i`'s echo in its text.
 
     output: the prompt's output, with the prompt's log-probabilities; None in streams.
     """
@@ -188,8 +188,8 @@ async def _watch(receive: Receive, generation: Generation) -> None:
 
 class EventStream(Response):
     """A response of server-sent events. Nothing is sent before the first event, so that a request
-    that fails at once gets an error status. The connection of a client that has not read its stream
-    by the generation's deadline is closed."""
+    that fails at once gets an error status. If a client has not read its stream by the generation's
+    deadline, its connection is closed."""
 
     def __init__(self, service: Service, generation: Generation, events: AsyncIterator[bytes]):
         super().__init__(media_type="text/event-stream")

@@ -128,8 +128,10 @@ def completion_sampling(service: Service, body: api.CompletionRequest) -> Sampli
 
 
 def chat_sampling(service: Service, body: api.ChatRequest, room: int) -> SamplingParams:
-    """A chat completion's sampling parameters. room: tokens of max_model_len beyond the prompt.
-    Raises ApiError, naming the field."""
+    """A chat completion's sampling parameters. Raises ApiError, naming the field.
+
+    room: tokens of max_model_len beyond the prompt.
+    """
     values: dict[str, Any] = {"max_tokens": max(1, room)}
     names = NAMES | {"logprobs": "top_logprobs"}
     for name in ("max_tokens", "max_completion_tokens"):
@@ -162,7 +164,7 @@ def _sampling(
         message = f"{name}: log-probabilities of prompts come with whole answers: without stream"
         raise ApiError(400, message, name)
     if body.stream and sampling.ranks:
-        message = "best_of above n cannot be streamed: which are the best is known at the end"
+        message = "best_of above n cannot be streamed: the best samples are known at the end"
         raise ApiError(400, message, "best_of")
     return sampling
 
@@ -254,6 +256,6 @@ def _template_variables(
     reserved |= {*service.tokenizer.special_tokens_map}
     for name in variables:
         if name in reserved - TEMPLATE_PARAMETERS:
-            message = f"chat_template_kwargs: {name!r} is not the request's to say"
+            message = f"chat_template_kwargs: {name!r} may not be set by a request"
             raise ApiError(400, message, "chat_template_kwargs")
     return variables

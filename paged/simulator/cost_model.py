@@ -34,8 +34,8 @@ class Fitted:
     Constants of products:
     compute, memory: reached shares of peak FLOPs and bandwidth, with the largest tile.
     start_s: seconds before a product starts.
-    waves: exponent of computed over useful work; 1 if idle multiprocessors in the last wave, and
-        padding, cost as much as useful work, 0 if nothing.
+    waves: exponent of the ratio of computed to useful work. 1: padding, and idle multiprocessors in
+        the last wave, cost as much as useful work. 0: they cost nothing.
     overlap: infinite if arithmetic and traffic overlap entirely.
     small_tiles: exponent of a tile's relative size; 0 if small tiles compute as fast as large ones.
 
@@ -69,7 +69,7 @@ FITTED = Fitted(
 @dataclass(frozen=True)
 class Assumed:
     """Constants that are assumed, not measured here. If a change of a constant by ±20 % reverses a
-    result, the result must say so.
+    result, the report of the result must state this.
 
     attention: share of the bandwidth that all parts of `Layout.work` reach: attention, writes,
         selection, compression (published decode kernels reach .75 to .8).
@@ -183,7 +183,7 @@ class CostModel:
         if gpus == 1:
             return 0.0
         if gpus not in ALL_REDUCE:
-            raise ValueError(f"all-reduces are known of 1, 2, 4 and 8 GPUs, not {gpus}")
+            raise ValueError(f"all-reduces have times for 1, 2, 4 and 8 GPUs, not {gpus}")
         least_s, share = ALL_REDUCE[gpus]
         moved = 2 * (gpus - 1) / gpus * bytes_
         return least_s + moved / (share * self.machine.link)

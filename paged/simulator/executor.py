@@ -31,8 +31,10 @@ class LinearCost:
         return self.step_s + self.token_s * tokens + self.cached_token_s * int(inputs.lengths.sum())
 
     def decodes_s(self, contexts: np.ndarray, adapters: np.ndarray) -> np.ndarray:
-        """Seconds [k] of k steps that each compute one token of every row. contexts: [k, n] tokens
-        of each row after the step."""
+        """Seconds [k] of k steps that each compute one token of every row.
+
+        contexts: [k, n] tokens of each row after the step.
+        """
         step_s = self.step_s + self.token_s * contexts.shape[1]
         return step_s + self.cached_token_s * contexts.sum(1)
 
@@ -61,8 +63,8 @@ class SimulatedExecutor:
         `without_host`: the cost of a further iteration of a multi-step.
     first_token: the smallest token id of made-up tokens. With all special tokens below it, output
         lengths follow the request's `max_tokens`.
-    recorded: the tokens of a recorded run. Waiting for a step raises ValueError if it lacks one of
-        the step's tokens. None: a made-up token depends only on the row's seed and position.
+    recorded: the tokens of a recorded run. Waiting for a step raises ValueError if the recorded run
+        lacks a token of the step. None: tokens are made up from the row's seed and position.
     ancestry: recorded ancestries of beam searches. None: beams have made-up candidates.
     dtype: the dtype of the simulated model.
     adapter_page_s: `page_s` of `SimulatedLoads`.
@@ -197,7 +199,7 @@ class SimulatedExecutor:
 
     def _candidates(self, inputs: StepInputs, seed: np.ndarray, position: np.ndarray) -> Logprobs:
         """Made-up beam candidates. They differ by slot, because all beams would otherwise descend
-        from one. With an ancestry each beam has as many certain candidates as it has children."""
+        from one beam. With an ancestry a beam has as many certain candidates as children."""
         places = np.arange(min(MAX_LOGPROBS, self._vocab_size - self._first_token))
         which = (position[..., None] * 1_000_003 + np.asarray(inputs.slots)[:, None]) % 2**20
         first = self._made_up(seed[:, None], which)

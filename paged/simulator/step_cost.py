@@ -169,7 +169,7 @@ class StepCost:
 
     def moves_s(self, moves: Moves) -> float:
         """Seconds of the moves before a step. Each shard swaps its share over its own PCIe link.
-        All block copies are one launch. Moves of slots' state take no time, but for the units that
+        All block copies are one launch. Moves of slots' state take no time, except for units that
         a fork copies (`SimulatedDevice.copied`), whose time the executor adds."""
         swapped = [*moves.exports.items(), *moves.imports.items()]
         seconds = sum(self._swap_s(self.pools[pool], len(pairs)) for pool, pairs in swapped)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend, ragged
 
-BLOCKS_PER_MULTIPROCESSOR = 2  # as many as fit the shared memory of decode kernels
+BLOCKS_PER_MULTIPROCESSOR = 2  # Decode blocks that fit a multiprocessor's shared memory.
 INTERPRETED_MULTIPROCESSORS = 2
 MIN_TILES = 4  # The fewest key tiles of a part: with fewer, the merge costs more than it saves.
 # As fractions of a part:
-IMBALANCE = 0.05  # The most by which a thread block's work may exceed a part to keep rows whole.
+IMBALANCE = 0.05  # The most work of a thread block beyond a part, if this keeps rows whole.
 SHORT = 0.1  # Rows up to this length are never cut.
 
 
@@ -237,7 +237,7 @@ def split_items(
 
 
 def first_token(lengths, sliding_window: int | None):
-    """The first token that the query of a sequence of `lengths` tokens attends to."""
+    """The first token that the last query of a sequence of `lengths` tokens attends to."""
     return jnp.maximum(lengths - (lengths if sliding_window is None else sliding_window), 0)
 
 

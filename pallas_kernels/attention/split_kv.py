@@ -22,7 +22,7 @@ from pallas_kernels.mosaic import kernel, pl, plgpu, store, tile_layout
 
 TILE_BYTES = 16 * 1024  # Bytes of a tile's keys: enough tokens to amortise the waits for a tile.
 MOST_GROUP = 16  # The most query heads per KV head.
-SUMMED = 64  # Partial sums, each over every 64th token: products have at least 64 rows.
+SUMMED = 64  # Rows of partial sums, as few as a product can have. Row i adds every 64th token.
 
 
 def refusal(q, k_pages, v_pages, K: int) -> str | None:
@@ -80,7 +80,7 @@ def launch(
     *, page_offset, scores: Sequence[tuple[int, ...]], scratch: dict[str, Any], row_s,
     lanes: int = 1, **options,
 ):  # fmt: skip
-    """Run a decode kernel over a schedule, then the merge of rows that have several items.
+    """Run a decode kernel over a schedule, then merge the partial results of split rows.
 
     body: the kernel, called as `body(Inputs, Outputs, **scratch)`.
     write: a function that copies a row's attention to the output, such as `write_row`.
@@ -130,7 +130,7 @@ def of_tokens(scores_RxtxN, tables, lengths_SxK, H: int, P: int, sliding_window)
     """The scores [R, t, N] of a kernel as [S, H, M * P], -inf for tokens that are not read."""
     S, K, M = tables.shape
     scores_RxGxt = scores_RxtxN[:, : M * P, : H // K].swapaxes(1, 2)
-    # Tiles that no item reads are left unwritten.
+    # The kernel writes no scores for tiles that no item reads.
     token = jnp.arange(M * P)
     length = lengths_SxK.reshape(S * K, 1)
     read = (token >= first_token(length, sliding_window)) & (token < length)
@@ -185,7 +185,7 @@ def queries_of(item, queries: Ring, queries_s, q_s):
 
 
 def end_item(state, row, place, write: Callable, out_s, outs: Outputs) -> None:
-    """Store an item's attention, with `write` if the item is a whole row, else as a partial result.
+    """Store an item's attention: a whole row with `write`, part of a row as a partial result.
 
     state: the output [D, N], maximum [N] and sum [N] after the last token.
     """

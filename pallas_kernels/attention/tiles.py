@@ -1,7 +1,7 @@
 """The shared parts of all attention kernels over pages: page ids of a tile, and masks of tokens.
 
-All functions except `refusal` run inside kernels. Results of wgmma and of mma.sync have the layout
-WGMMA there.
+All functions except `refusal` run inside kernels, where results of wgmma and of mma.sync have the
+layout WGMMA.
 """
 
 import math
@@ -34,12 +34,13 @@ def page_ids(
     table_ref, head, start, tokens: int, first, length, P: int, offset_ref,
     column: int = 0, step: int = 1,
 ) -> list:  # fmt: skip
-    """The ids of the pages of the `tokens` tokens from `start` on, which may be part of one page.
+    """The ids of the pages that hold tokens `start` to `start + tokens - 1` of a row.
 
     table_ref: [M], a row of the block table.
     head: the row's KV head.
-    first, length: tokens `first` to `length` - 1 are attended to. For a page without such a token
-        the id of the nearest page with one is returned; the caller masks its tokens.
+    tokens: a multiple or a divisor of P.
+    first, length: tokens `first` to `length` - 1 are attended to. A page without an attended token
+        is replaced by the nearest page with one; the caller masks its tokens.
     offset_ref: [1] or [K], added to page ids.
     column: the table's entry for the first page.
     step: 1 or -1, from one entry to the next.
@@ -64,7 +65,7 @@ def held(token, first, length):
 
 
 def clear_unheld(v_ref, first_token, first, length) -> None:
-    """Set the values of tokens that are not attended to to zero.
+    """Set to zero the values of all tokens that are not attended to.
 
     Values that remain from another sequence may be NaN, and a weight of 0 times NaN is NaN.
     """

@@ -70,7 +70,7 @@ def expected(
 
 def as_decode(arguments: Arrays) -> tuple[np.ndarray, dict[str, Any]]:
     """Some rows of a prefill, as many as the reference's memory allows, and decode arguments with
-    one query per row. A query's length ends at its row's own position."""
+    one query per row. A query's length is the position of its row plus 1."""
     starts, lengths = (np.asarray(arguments[name]) for name in ("query_starts", "lengths_S"))
     tables, pools = arguments["tables_SxKxM"], arguments["k_pages_NxPxD"]
     _, K, M = tables.shape

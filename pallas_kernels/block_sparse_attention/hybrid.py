@@ -2,9 +2,9 @@
 
 Dense and streaming heads need different amounts of work. On a GPU one schedule has the items of
 both kinds, so that one launch runs all heads and thread blocks end together. An item is a tile of
-queries for one KV head. It reads one row of the block table. For a dense head the row has the pages
-of the item's sequence. For a streaming head the row is the list of the item's page of queries. The
-number of dense heads only selects the schedule.
+queries for one KV head, and reads one row of the block table. A dense head's row has the pages of
+the item's sequence. A streaming head's row is the list of the item's page of queries. The number of
+dense heads only selects the schedule.
 
 Floor: the larger of two times. Compute: 4 * D FLOPs for each visible pair of query and key in each
 query head. Memory: q, the output, and the keys and values that any query sees are moved once.
@@ -62,7 +62,7 @@ def _schedules(query_starts, lengths, lists: BlockLists, T: int, H: int, K: int,
     dense, listed = tiles(query_starts, lengths), tiles(lists.starts, lists.lengths)
     listed[0] += len(lengths)  # The table's rows are first the sequences, then the lists.
     n = max(len(dense[0]), len(listed[0]))
-    # Padding tiles, which make both kinds equally long, have no rows.
+    # Tiles without rows pad both kinds to the same length.
     kinds = [
         jnp.stack([jnp.pad(x, (0, n - len(x))) for x in pair])
         for pair in zip(dense, listed, strict=True)
@@ -156,8 +156,8 @@ def _by_kind(
     q, k_pages, v_pages, tables, query_starts, lengths, pages, lists, num_dense, page_offset,
     *, dense_counts, scale, soft_cap, schedules,
 ):  # fmt: skip
-    """One call for all dense heads and one for all streaming heads. The number of dense heads
-    selects the program."""
+    """One call for all dense heads, and one call for all streaming heads. `num_dense` selects the
+    program."""
     K = len(page_offset)
     G = q.shape[1] // K
     options = {"scale": scale, "soft_cap": soft_cap, "implementation": implementation}

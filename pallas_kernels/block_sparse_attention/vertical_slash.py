@@ -1,15 +1,15 @@
 """Index tables of dense heads in prefill: the best columns and diagonals (MInference; LServe §4.3).
 
-A prompt is cut into segments. In each segment the last queries estimate the attention of all its
-queries. For each KV head they give two kinds of sums over probabilities:
+A prompt is cut into segments. The last queries of a segment estimate the attention of all its
+queries. The probabilities of these last queries are summed in two ways for each KV head:
 
-- of each key, which is a column or vertical line of the attention map;
-- of each distance between query and key, which is a diagonal or slash.
+- by key, which is a column or vertical line of the attention map;
+- by distance between query and key, which is a diagonal or slash.
 
 For a page of queries, the score of a page of keys is the larger of the page's best column and the
 best diagonal that crosses the two pages. Each page of queries keeps the pages with the best scores.
-It always keeps its own page and the first page of the sequence. With a count of 3 or more it always
-keeps the page before its own, too.
+A page of queries always keeps its own page and the first page of the sequence. With a count of 3 or
+more it also always keeps the page before its own.
 
 Segments are aligned to the end of a prompt, so that the estimate for the prompt's last queries uses
 these queries themselves. A segment as long as the prompt gives MInference's estimate. If chunks end
@@ -164,8 +164,8 @@ def _queries_of(q, segments: Segments, length, j, K: int):
 
 
 def reference(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
-    """The definition. Probabilities are summed by column and by diagonal, over all query heads of a
-    KV head.
+    """The definition of the estimate. Probabilities are summed by column and by diagonal, over all
+    query heads of a KV head.
 
     lengths: [J], as in `Segments`; a length of 0 gives zeros.
 
@@ -194,8 +194,8 @@ def reference(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=N
 
 
 def xla(q, k_pages, tables, segments: Segments, lengths, scale, soft_cap=None):
-    """`reference` in chunks of keys. Keys are read twice: for the sums of the softmax, and then for
-    the probabilities. Work depends on the real lengths."""
+    """`reference` in chunks of keys. Each key is read twice: for the sums of the softmax, and then
+    for the probabilities. Work depends on the real lengths."""
     K, M = tables.shape[1:]
     P, (_, Q, _, D) = k_pages.shape[1], q.shape
     pages = min(M, max(1, CHUNK // P))

@@ -1,4 +1,4 @@
-"""The definition of the ops: row by row or page by page. Writes beyond the pool are dropped."""
+"""The definition of the ops, one row or page at a time. Writes beyond the pool are dropped."""
 
 import jax
 

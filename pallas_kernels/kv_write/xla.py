@@ -20,7 +20,7 @@ def write(k_pages, v_pages, k, v, slot_mapping):
 
 
 def copy(pages, sources, destinations):
-    # Without the barrier, if the pool was reshaped, XLA fuses the read with the write, for which it
-    # copies the pool.
+    # Without the barrier, XLA fuses the read of a reshaped pool with the write, and copies the pool
+    # for this fusion.
     moved = jax.lax.optimization_barrier(pages[jnp.clip(sources, 0, pages.shape[0] - 1)])
     return pages.at[destinations].set(moved, mode="drop")

@@ -18,8 +18,8 @@ def plan_sgmv(
     segments: Segments, num_tokens: int, *, implementation: str | None = None
 ) -> SgmvSchedule | None:
     """The schedule of `sgmv` for these segments of `num_tokens` tokens, to be made once for all
-    layers and projections (Punica §6). Returns None where the implementation works without a
-    schedule, and without segments (S = 0)."""
+    layers and projections (Punica §6). Returns None if the implementation needs no schedule, and if
+    there are no segments (S = 0)."""
     if not backend.runs_kernels(implementation) or not segments.slots.shape[0]:
         return None
     return sgmv_schedule(segments, num_tokens)
@@ -93,8 +93,8 @@ def sgmv_shrink(
 ):
     """The first half of `sgmv`, v = x·A: [T, Q * 16] in `v_dtype`, by default x's dtype.
 
-    Columns 16q to 16q + 15 are the product with page q of the token's adapter. If the adapter has
-    fewer pages, they are zero. Arguments and errors are as in `sgmv`.
+    Columns 16q to 16q + 15 are the product with page q of the token's adapter, or zero if the
+    adapter has no page q. Arguments and errors are as in `sgmv`.
     """
     found = _check(
         segments, rank_pages_AxQ, num_rank_pages_A, x=(x_TxI, "T I"), a=(a_LxNx16xI, "L N 16 I")

@@ -6,9 +6,9 @@ A work item is a tile of up to 64 tokens that share an adapter. Each kernel has 
     several tokens  products on tensor cores, tokens as rows
 
 Shrink, one token: one wgmma multiplies four chunks of columns of a page of A by the token's input.
-Its 64 rows are 16 ranks in each of the chunks. Its 8 columns are eight chunks of the token. So
-wgmma reads the page from shared memory, and no page passes through registers. In each row only the
-product with the same chunk of the token is used; the other seven products are discarded.
+The product's 64 rows are 16 ranks in each of these chunks, and its 8 columns are eight chunks of
+the token. So wgmma reads the page from shared memory, and no page passes through registers. A row
+uses only its product with the same chunk of the token, and discards its seven other products.
 
 Expand, one token: CUDA cores compute the result as a weighted sum of rows of B.
 
@@ -32,10 +32,10 @@ from pallas_kernels.ragged import ALIGNMENT
 
 CHUNKS = ROWS // PAGE_RANKS  # One token: chunks of a page in one product, 16 rows each.
 TOKEN_CHUNKS = 8  # One token: chunks of the token in one copy, the product's columns.
-CHUNK = 64, 32  # Columns of a chunk: the first number whose eightfold divides the width.
+CHUNK = 64, 32  # Columns of a chunk: the first number that divides an eighth of the width.
 STAGES = 6  # Tiles in flight in a thread block of shrink.
 WAVES = 4  # Shrink has about this many thread blocks per multiprocessor.
-MIN_STEPS = 2  # The fewest steps of a thread block of shrink, but for the last part.
+MIN_STEPS = 2  # The fewest steps of a thread block of shrink. The last part may have fewer.
 TILES = 256, 128  # Output columns of a thread block of expand. The first number that fits is used.
 MOST_HELD = 512  # The most output columns times pages in a block of expand, except for TILES[-1].
 PART = 64  # Output columns of one wgmma in expand. More would need too many registers.
@@ -51,7 +51,7 @@ def unsupported(rank_pages, *dtypes, a=None, b=None) -> str | None:
     found = [jnp.dtype(d) for d in (*dtypes, *(w.dtype for w in (a, b) if w is not None))]
     if len(set(found)) > 1 or found[0] not in (jnp.bfloat16, jnp.float16):
         names = ", ".join(dict.fromkeys(map(str, found)))
-        return f"what is multiplied must all be bfloat16 or all float16, not {names}"
+        return f"operands must all be bfloat16 or all float16, not {names}"
     if rank_pages.shape[1] > MOST_PAGES:
         return f"an adapter may have at most {MOST_PAGES} rank pages, not {rank_pages.shape[1]}"
     if a is not None and _chunk(a.shape[-1]) is None:

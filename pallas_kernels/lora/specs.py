@@ -15,7 +15,7 @@ from pallas_kernels.lora.api import plan_sgmv, sgmv, sgmv_expand, sgmv_shrink
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
 from pallas_kernels.specs import Cost, Errors, Op, Spec
 
-SKEW = 1.5  # Skewed popularity: an adapter's requests relative to the next less popular adapter's.
+SKEW = 1.5  # Skewed popularity: the ratio of the requests of neighbours in order of popularity.
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 
@@ -23,7 +23,7 @@ def segment_lengths(popularity: str, tokens: int) -> list[int]:
     """The number of tokens of each adapter, in a batch of `tokens` tokens (Punica §7).
 
     'distinct': each adapter has one token.
-    'uniform': ⌈√tokens⌉ adapters have equally many tokens, or some have one more.
+    'uniform': the numbers of tokens of ⌈√tokens⌉ adapters differ by at most one.
     'skewed': the i-th least popular adapter has ⌊1.5^i⌋ tokens, and the most popular one the rest.
     'identical': one adapter has all tokens.
 
@@ -114,7 +114,7 @@ def make(shapes: Lora) -> Spec:
         return plan_sgmv(**arguments, num_tokens=shapes.tokens, implementation=implementation)
 
     def compare(arguments, found) -> Errors:
-        """The tolerance is what rounding v = x·A and rounding the result cost, once each."""
+        """The tolerance covers one rounding of v = x·A and one rounding of the result."""
         x, a, b, *tables = tolerance.wide(arguments).values()
         v = sgmv_shrink(x, a, *tables, implementation="reference")
         out, sizes = (

@@ -17,7 +17,9 @@ ROWS = 64  # Tokens of a tile: the M of a wgmma.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SgmvSchedule:
-    """items: [n, 5] int32, from `work_items`.
+    """The work items of a batch, and the adapter slot of each token.
+
+    items: [n, 5] int32, from `work_items`.
     slots: [T] int32, the adapter slot of each token; valid only if the token has an adapter.
     has_adapter: [T] bool, whether the token has an adapter.
     alone: [T] bool, whether the token is its segment's only token.

@@ -6,15 +6,15 @@ segment no loop has an iteration, and the call only writes zeros.
 A decode step in which many tokens have an adapter of their own is bound by reading the adapters.
 Such tokens are computed at once, as sums. XLA reads the terms of these sums in place, on all cores.
 A loop over the tokens would copy every page before the product, on one core, and take 1.2 to 1.8
-times as long (widths of 128 to 4,096, 32 tokens). Other segments are computed in a loop, in blocks
-of a few rows.
+times as long (widths of 128 to 4,096, 32 tokens). A loop computes all other segments in blocks of a
+few rows.
 
 Common alternatives were measured against the loop on a CPU. They are slower in all popularities:
 
 - gathering the pages of every token for one batched product takes 1.3 to 6 times as long at batch
   32, because it copies shared pages once for each token;
-- masked products of the whole batch with each adapter take up to 7 times as long, except that they
-  take equally long if one adapter has all tokens;
+- masked products of the whole batch with each adapter take up to 7 times as long, but only as long
+  as the loop if one adapter has all tokens;
 - `lax.ragged_dot` takes more than 10 times as long.
 """
 

@@ -17,7 +17,7 @@ from pallas_kernels.page_selection import reference, select_sm90, write_sm90, xl
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 SELECT = {"reference": reference.select, "xla": xla.select, "mosaic_gpu": select_sm90.select}
-# XLA, until the kernel of Mosaic has been timed on a GPU.
+# The default stays XLA until a GPU has timed the Mosaic kernel.
 DEFAULT_WRITE = "xla"
 
 
@@ -120,7 +120,7 @@ def select_pages(
     schedule: DecodeSchedule | None = None,
     implementation: str | None = None,
 ):
-    """The pages with the highest scores for each row's queries, without the newest page (§3.5.2,
+    """The pages with the highest scores for each row's queries, except the newest page (§3.5.2,
     eq. 2).
 
     A logical page's score is the sum over channels of max(q * k_max, q * k_min), an upper bound of
@@ -137,8 +137,8 @@ def select_pages(
     schedule: `plan_selection` of these rows, made for all layers; None makes one for this call.
 
     Returns columns of the table [R, count] int32, ordered by descending score, then by ascending
-    column. Rows that do not select may have anything. Raises ValueError if the shapes do not fit
-    together, if `count` is not from 1 to M, or if the named implementation cannot run them.
+    column. Rows that do not select may hold anything. Raises ValueError if the shapes do not
+    fit together, if `count` is not from 1 to M, or if the named implementation cannot run them.
     """
     found = sizes(
         q=(q_RxGxD, "R G D"), statistics=(statistics_NxCx2D, "N C 2D"), tables=(tables_RxM, "R M"),

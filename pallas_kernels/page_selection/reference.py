@@ -1,4 +1,4 @@
-"""The definition of the ops: one token after the other, and all scores of all pages."""
+"""The definition of the ops: one token after the other, and the scores of all pages."""
 
 import jax
 import jax.numpy as jnp

@@ -3,8 +3,8 @@
 The statistics of a page are 2 * C rows of D values: k_max and k_min of each logical page in turn.
 Because k_max >= k_min, max(q * k_max, q * k_min) is max(q, 0) * k_max + min(q, 0) * k_min. So a
 logical page's score is the sum of two products, one per row. A thread block multiplies each row of
-a tile by max(q, 0) and by min(q, 0), for all query heads of a KV head. In k_max rows it keeps the
-product with max(q, 0), in k_min rows the product with min(q, 0), and then it adds the products of
+a tile by max(q, 0) and by min(q, 0), for all query heads of a KV head. It keeps the product with
+max(q, 0) in k_max rows, and the product with min(q, 0) in k_min rows. Then it adds the products of
 each row and the next row.
 
 As in decode (paged_attention/decode_sm90.py) one warpgroup computes and another one fetches, with
@@ -161,7 +161,7 @@ def _scores_of_rows(q, statistics, tables, schedule: DecodeSchedule):
         scratch={
             "signs_s": plgpu.SMEM((QUERY_SLOTS, 2 * columns, D), q.dtype, transforms=swizzled(64)),
             "statistics_s": plgpu.SMEM((STAGES, ROWS, D), q.dtype, transforms=swizzled(64)),
-            # The extra rows serve the tile's last row, to which a next row is added for no use.
+            # The tile's last row is added to the first extra row, and the sum is not used.
             "scores_s": plgpu.SMEM((ROWS + TILE_ROWS, columns), jnp.float32),
             "queries": Ring.scratch(QUERY_SLOTS),
             "tiles": Ring.scratch(STAGES, copies=pages),

@@ -19,7 +19,9 @@ LOGICAL = 16  # tokens of a logical page
 
 @dataclass(frozen=True)
 class Selection:
-    """sequences: the number of sequences. Each has `heads.K` rows. Half of the rows are streaming
+    """The shapes of a call of page selection.
+
+    sequences: the number of sequences. Each has `heads.K` rows. Half of the rows are streaming
         heads and do not select.
     context: the most tokens of a sequence.
     budget: tokens that attention reads.
@@ -155,7 +157,7 @@ _WRITTEN = {
 def _selected(small: bool) -> dict[str, Spec]:
     few = {
         "small": Selection(Heads(4, 2, 64), 2, 1280, budget=192, selecting=2, dtype="float16"),
-        # More tiles than stages, and more rows of a thread block than places for queries.
+        # A thread block has more tiles than stages, and more rows than slots for queries.
         "many-tiles": Selection(Heads(4, 1), 9, 64 * 40, budget=256, selecting=1),
         "page128": Selection(Heads(12, 1), 3, 128 * 20, page_size=128, budget=512, selecting=2),
         "group1": Selection(Heads(2, 2), 3, 64 * 20, budget=192, selecting=1),

@@ -21,8 +21,9 @@ def refusal(k) -> str | None:
 
 
 def write(statistics, k, slots, runs, *, logical):
-    """A thread block updates one run of one head. It always reads as many keys as the longest
-    possible run. Beyond its own run it repeats the run's last key, which changes no extreme."""
+    """A thread block updates one run of one head. The block always reads as many keys as
+    the longest possible run. Beyond its run the block repeats the run's last key, which changes no
+    extreme."""
     N, C, _ = statistics.shape
     T, K, D = k.shape
     if runs is None:

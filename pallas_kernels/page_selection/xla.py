@@ -1,5 +1,5 @@
 """Fast jnp under jit. Selection costs work only for rows that select. It reads the statistics of
-their pages once, 2 * C * D values per page, which is its floor."""
+these rows' pages once, 2 * C * D values per page. This is the floor."""
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ def write(statistics, k, slots, runs, *, logical):
             runs.counts[:, None] > 0, slots[jnp.minimum(runs.first, T - 1)], N * C * logical
         )
     flat = statistics.reshape(N * C, 2 * D)
-    # Dropped rows have distinct indices too, because the scatter promises distinct indices.
+    # Dropped rows get distinct indices too, because the scatter promises distinct indices.
     nowhere = N * C + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
     places = jnp.where(slots < N * C * logical, slots // logical, nowhere)
-    # Without the barrier XLA fuses the read with the write, for which it copies the array.
+    # Without the barrier, XLA fuses the read with the write, and copies the array for this fusion.
     old, flat = jax.lax.optimization_barrier((flat.at[places].get(mode="clip"), flat))
     continues = (slots % logical > 0)[..., None]
     highest = jnp.where(continues, jnp.maximum(highest, old[..., :D]), highest)

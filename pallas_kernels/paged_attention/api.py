@@ -210,7 +210,7 @@ def paged_prefill_attention(
     check_schedule(schedule, PrefillSchedule)
     lists = schedule is not None and schedule.key_tiles is not None
     if lists and (refusal or not backend.runs_kernels(implementation)):
-        raise ValueError(f"a list of key tiles needs a kernel: {refusal or 'none is chosen'}")
+        raise ValueError(f"a list of key tiles needs a kernel: {refusal or 'XLA was chosen'}")
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
@@ -221,8 +221,8 @@ def paged_prefill_attention(
 
 
 def _skips(first, sliding_window, refusal: str | None) -> tuple[str | None, dict]:
-    """(why the kernel refuses, `first` included; the keyword `first`, if it is given). Raises
-    ValueError if `first` and `sliding_window` are given."""
+    """The kernel's refusal, also for `first`; and the keyword argument `first`, or {} without it.
+    Raises ValueError if both `first` and `sliding_window` are given."""
     if first is None:
         return refusal, {}
     if sliding_window is not None:

@@ -53,7 +53,7 @@ def of_prefill(shapes: Attention, schedule: PrefillSchedule, keys_read: int) -> 
     _, at, row = np.unique(
         np.stack([sequence, head, base, lo]), axis=1, return_index=True, return_inverse=True
     )
-    # An item's rows see the keys from the first row's first visible key to the last row's own key.
+    # An item's rows see all keys from the first row's oldest visible key to the last row's own key.
     keys = np.maximum(position + hi, 0)[at]
     first = np.maximum((position + lo)[at] + 1 - (window or 2**30), 0)
     tile = prefill_sm90.KV_TILE

@@ -42,9 +42,9 @@ def decode(
     stages = STAGE_BYTES // (2 * tile * D * dtype.itemsize)
     copies = max(1, tile // P)  # Copies that fetch the keys of a tile.
     rows = min(P, tile)  # Rows of a page in one tile.
-    # Copies end in the order in which they begin: for each tile its keys, then its values. Entry n
-    # is for a tile with n further tiles in flight: the number of copies that began after the tile's
-    # keys, or after its values. A wait for the tile allows this number of copies to be running.
+    # Copies end in the order in which they begin: each tile's keys, then the tile's values. Entry n
+    # is for a tile with n later tiles in flight: the number of copies that began after the tile's
+    # keys, or after the tile's values. A wait for the tile lets this number of copies run on.
     after_keys = [(2 * n + 1) * copies for n in range(stages)]
     after_values = [2 * n * copies for n in range(stages)] + after_keys[-1:]
     # Layouts of the operands of both products, for bfloat16 and float16.
@@ -114,8 +114,8 @@ def decode(
         lax.fori_loop(ins.block_items[block], ins.block_items[block + 1], run_item, None)
 
     row_s = plgpu.SMEM((D, N), jnp.float32)
-    # Tiles are half a row wide, so that each of the four warps copies separate tiles even for a
-    # page of 16 tokens.
+    # Swizzled tiles are half a row wide, so that each of the four warps copies separate tiles even
+    # for a page of 16 tokens.
     stages_s = plgpu.SMEM((stages, tile, D), dtype, transforms=swizzled(D // 2))
     out, lse, scores = split_kv.launch(
         paged_decode, "paged_decode", _write, schedule, q, (k_pages, v_pages), tables,

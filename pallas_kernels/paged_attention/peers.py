@@ -64,7 +64,7 @@ def _matmul(shapes: Attention, gpu: GPU) -> Compiled:
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu")
     width = shapes.heads.H * shapes.heads.D
     a, b = (jax.ShapeDtypeStruct((rows, width), DTYPE) for rows in (shapes.chunk, width))
-    # The original queries the GPU, which is absent.
+    # The original function queries the GPU, which is absent.
     module.get_num_sms = lambda: gpu.num_multiprocessors  # type: ignore[attr-defined]
     config = module.TuningConfig(tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4)
     return lambda a, b: module.matmul(a, b, None, config), (a, b)
@@ -100,7 +100,7 @@ def _jax_triton(shapes: Attention, device_seconds) -> float:
     S, D = shapes.sequences, shapes.heads.D
     arrays = shapes.pages(jax.random.key(0))
     K, M = shapes.heads.K, shapes.context // shapes.page_size
-    # Its pool has an axis of heads, which share one table.
+    # JAX's pool has an axis of heads, and all heads share one table.
     pools = [
         arrays[name].reshape(K, S * M, shapes.page_size, D)
         for name in ("k_pages_NxPxD", "v_pages_NxPxD")

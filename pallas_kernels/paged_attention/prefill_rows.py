@@ -15,9 +15,9 @@ from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, store
 from pallas_kernels.ragged import ALIGNMENT
 
 ROWS = 64  # Rows of one warpgroup: the M of a wgmma.
-# Registers of a thread. A launch of 384 threads has 168 registers per thread. Two
-# computing warpgroups and a fetching warpgroup must not take more in all, or one of them would wait
-# for registers for ever.
+# Registers of a thread. A launch of 384 threads has 168 registers per thread. Two computing
+# warpgroups and a fetching warpgroup must not take more together, or a warpgroup would wait for
+# registers for ever.
 COMPUTING_REGISTERS, FETCHING_REGISTERS = 232, 40
 FEW_TOKENS = 512  # Up to this number of queries, rows of a tile may stay unused.
 
@@ -110,7 +110,7 @@ def lse_of_rows(schedule, lses, K: int, T: int, heads: int, queries: int):
 def store_rows(
     acc, out_s, out_ref, base, lo, hi, first_head, warpgroup, heads: int, queries: int
 ) -> None:
-    """Store those rows of a warpgroup [ROWS, D] that belong to the sequence, by query head."""
+    """Store the sequence's rows among the rows [ROWS, D] of a warpgroup, by query head."""
     D = out_s.shape[-1]
     out_s[...] = acc.astype(out_s.dtype)
     plgpu.commit_smem()

@@ -7,7 +7,7 @@ compute 64 rows each, and a third warpgroup fetches. As in FlashAttention, an it
 visible keys in tiles of 128. For each row it keeps a running maximum, a sum of weights and a
 weighted sum of values:
 
-    fetching warpgroup:   pages of tile t --TMA--> a slot of shared memory that both have read
+    fetching warpgroup:   pages of tile t --TMA--> a slot that both computing warpgroups have read
     computing warpgroups: begin both s' = q·kᵀ of the next tile and acc + p·v;
                           p' = exp2(s' - max);  acc = acc * decay
 
@@ -243,8 +243,8 @@ def _attend(
             plgpu.wgmma(s_ref, my_q, k_s.at[keys.wait(entry)].transpose((1, 0)))
 
         def softmax(entry, s, top, total):
-            """The weights in the values' dtype, the new maxima, the new sums, and the factor of the
-            earlier sums."""
+            """The weights in the values' dtype, the new maxima, the new sums, and the factor that
+            scales the earlier sums."""
             keys.hand_back(entry)
             first_key = key_tile(entry) * KV_TILE
             if soft_cap is not None:
@@ -288,8 +288,8 @@ def _attend(
             return s_ref[...]
 
         def finish(acc, top, total):
-            # The item's fields are read again, because the fields, or their address, would take too
-            # many registers during the loop. The compiler does not see that `again` is `item`.
+            # The item's fields are read again, because the loop has no registers to keep the fields
+            # or their address. `again` equals `item`, but the compiler does not see this.
             again = item + jnp.minimum(end - begin, 0)
             kv_head, base, lo, hi, place = (ins.items[again, i] for i in (1, 2, 3, 4, PLACE))
             first_head = first_head_of(kv_head)

@@ -47,7 +47,7 @@ def prefill(
     q, k_pages, v_pages, tables, query_starts, lengths, *, page_offset, scale, sliding_window,
     soft_cap, schedule=None, first=None,
 ):  # fmt: skip
-    """Each query row becomes a decode query with a length that ends at the row's position."""
+    """Each query row becomes a decode query. The query's length is the row's position plus 1."""
     T = q.shape[0]
     S, K, _ = tables.shape
     row = jnp.arange(T)

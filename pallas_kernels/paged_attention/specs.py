@@ -57,7 +57,7 @@ def decode(shapes: Attention) -> Spec:
 
 
 def prefill(shapes: Attention) -> Spec:
-    """Chunks have no gaps between them. If `shapes.ragged`, padding rows follow the last one."""
+    """A prefill of chunks without gaps. If `shapes.ragged`, padding rows follow the last chunk."""
 
     def arguments(key):
         keys = jax.random.split(key, 4)
@@ -155,7 +155,7 @@ DECODE_SHAPES = _named(Attention(_LLAMA, sequences=64, context=4096)) | {
     "llama-3-8b-1x4k": Attention(_LLAMA, sequences=1, context=_LONG, tokens=(4096,)),
     "llama-3-8b-lserve": _lserve(_LLAMA, sequences=64),
     "llama-2-7b-lserve": _lserve(HEADS["llama-2-7b"], sequences=16),
-    # The largest number of columns of a product, and of tokens of a tile.
+    # Products with the most columns, and tiles with the most tokens.
     "dim64-group16": Attention(Heads(32, 2, 64)),
 }
 # Pages of 8 bits and of 4 bits, as in LServe.

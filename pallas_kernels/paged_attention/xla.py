@@ -16,7 +16,7 @@ from pallas_kernels.quantization import Codes, QuantizedPages, in_planes, out_of
 
 DECODE_CHUNK = 16  # Consecutive KV tokens of a chunk of one sequence; a chunk has at least a page.
 DECODE_BYTES = 2**20  # The most bytes of keys that an iteration of decode gathers.
-DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, divided by the sequences.
+DECODE_TOKENS_PER_SEQUENCE = 128  # The most tokens that it gathers, per sequence of the batch.
 PREFILL_CHUNK = 128  # KV tokens that an iteration of prefill gathers.
 QUERY_TILE = 64  # Prefill queries that share the gathered tokens of an iteration.
 NEG_INF = -1e30
@@ -27,8 +27,8 @@ def _read(k_pages_NxPxD, v_pages_NxPxD, ids):
     Quantised pages give `Codes`.
 
     Without the two barriers, XLA on CPUs is twice as slow. Without the first barrier XLA would
-    compute the ids inside the copies and not spread the copies over the cores. The second barrier
-    keeps a page as one row, which XLA copies in one piece instead of token by token.
+    compute the ids inside the copies, and would not spread the copies over the cores. The second
+    barrier keeps a page as one row, which XLA copies in one piece instead of token by token.
     """
     N, P, D = k_pages_NxPxD.shape
     flat_ids = jax.lax.optimization_barrier(ids.reshape(-1))
@@ -98,8 +98,8 @@ def _first_tokens(lengths, sliding_window, first=None):
 
 
 def _ends(first, lengths, begin, end, P: int, skips: bool):
-    """The table's columns with pages that are read in part, [S, K, e], and whether each token of
-    these pages is read, [S, K, e * P].
+    """The columns of tables whose pages are read in part, [S, K, e], and a mask of the tokens of
+    these pages that are read, [S, K, e * P].
 
     first, lengths: [S, K]; a KV head reads its sequence's tokens `first` to `lengths` - 1.
     begin, end: [S, K]; the pages in columns `begin` to `end` - 1 are read whole.
@@ -121,9 +121,10 @@ def decode(
     """The pages that are read in part are computed first, for all sequences at once. Then a loop
     computes the pages that are read whole.
 
-    A page that is read in part may hold values of a sequence that owned it before. Such values may
-    be NaN, which a weight of 0 does not remove, so they are set to zero. Whole pages have no such
-    values. In the loop, setting them to zero would take half as long as reading the values.
+    A page that is read in part may hold values of a sequence that owned it before. These values are
+    set to zero, because they may be NaN, which a weight of 0 does not remove. Pages that are read
+    whole have no such values. Setting values to zero in the loop would take half as long as reading
+    them.
     """
     S, H, D = q.shape
     _, P, _ = k_pages.shape
@@ -166,7 +167,7 @@ def decode(
     kept = keep(kept, jnp.arange(S), columns, seen, scores)
     state = *_attended(scores, seen, v), kept
 
-    # A head without a whole page adds no chunk, because its columns may be far from other heads'.
+    # A head without a whole page adds no chunk, because other heads' columns may be far away.
     some_whole = end > begin
     first_column = jnp.where(some_whole, begin, tables.shape[-1]).min(1)
     end_column = jnp.where(some_whole, end, 0).max(1)

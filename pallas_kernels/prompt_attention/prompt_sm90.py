@@ -1,7 +1,7 @@
 """Attention of whole prompts on Hopper, and the scores that their keys receive (DiffKV §4).
 
 Two kernels do most of the work. The prefill kernel (paged_attention/prefill_sm90.py) computes the
-attention and each row's log-sum-exp. It reads keys and values from pages, so they are copied to
+attention and each row's log-sum-exp. This kernel reads pages, so keys and values are copied to
 pages first, and each prompt begins with a new page. The second kernel (prompt_scores) computes the
 scores again, turns them into probabilities, and sums these.
 
@@ -53,9 +53,9 @@ class PromptSchedule:
     tables: [S, 1, M] int32, the page ids of each prompt.
     ends: [T] int32, for each row the row after its prompt's last row. It is 0 for padding, and in
         tiles of keys without included queries.
-    scores: the schedule of prompt_scores. Its rows are tiles of keys, ordered by KV head (or query
-        head) and then by tile. Its tiles are tiles of queries. Its two columns for tokens hold the
-        largest and the smallest of a row's `ends`.
+    scores: the schedule of prompt_scores. A row is a tile of keys; rows are ordered by KV head (by
+        query head if sums are by head) and then by tile. A tile is a tile of queries. The two
+        columns for tokens hold the largest and the smallest of the `ends` of a row's keys.
     """
 
     attention: PrefillSchedule
@@ -94,7 +94,7 @@ def schedule_of(
     at = jnp.arange(T)
     prompt = jnp.clip(jnp.searchsorted(query_starts, at, side="right") - 1, 0, S - 1)
     ends = jnp.where(at < query_starts[-1], query_starts[prompt + 1], 0)
-    # The first query included in each key's sum: not before the key, and among the last_rows.
+    # The first query of each key's sum: not before the key, and among the last_rows.
     first = at if own else at + 1
     if last_rows is not None:
         first = jnp.maximum(first, ends - last_rows)
@@ -133,7 +133,7 @@ def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=No
 
 
 def _pages(x_TxKxD, source):
-    """[K * N, PAGE, D], head by head."""
+    """Keys or values in pages [K * N, PAGE, D], head by head."""
     K, D = x_TxKxD.shape[1:]
     return x_TxKxD[source].swapaxes(0, 1).reshape(-1, PAGE, D)
 

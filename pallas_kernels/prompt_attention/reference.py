@@ -23,7 +23,7 @@ def prompt_chunks(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     probs = jax.nn.softmax(scores, where=seen, axis=-1)
     probs = jnp.where(seen, probs, 0.0)
-    # A value that is not finite reaches the queries that see it, and no others: 0 times NaN is NaN.
+    # 0 times NaN is NaN, but a value that is not finite must reach only queries that see it.
     finite = jnp.isfinite(v)
     out = jnp.einsum("kgtu,ukd->tkgd", probs, jnp.where(finite, v, 0), precision="highest")
     lost = jnp.einsum("tu,ukd->tkd", seen.astype(jnp.float32), ~finite) > 0

@@ -31,7 +31,9 @@ _LLAMA = HEADS["llama-3-8b"]
 
 @dataclass(frozen=True)
 class Prompts:
-    """tokens: the number of tokens of each prompt.
+    """The shapes of a call of prompt attention.
+
+    tokens: the number of tokens of each prompt.
     padding: the number of rows after the last prompt.
     last_rows, own, by_head: as in `prompt_attention`.
     """
@@ -46,7 +48,7 @@ class Prompts:
 
     @property
     def counted(self) -> int:
-        """Pairs of a query, one of the last_rows, and a key that it sees."""
+        """The number of pairs of a query among the last_rows and a key that the query sees."""
         return sum(
             queries * (2 * n - queries + 1) // 2
             for n in self.tokens
@@ -86,7 +88,7 @@ def prompts(shapes: Prompts) -> Spec:
         )
 
     def balanced(schedule, query_starts):
-        """The balance of prompt_scores. Its rows are tiles of keys, its tiles tiles of queries."""
+        """The balance of prompt_scores. A row is a tile of keys; a tile is a tile of queries."""
         tile, padded, scores = prompt_sm90.TILE, len(schedule.ends), schedule.scores
         begin, end = np.full(padded, padded), np.zeros(padded, np.int64)
         for first, after in itertools.pairwise(np.asarray(query_starts, np.int64)):

@@ -13,7 +13,7 @@ def prompt_chunks(
     tile=QUERY_TILE, soft_cap=None, sliding_window=None,
 ):  # fmt: skip
     """Each tile of queries reads the keys twice: first for the log-sum-exp and the output, then for
-    the probabilities, which need the log-sum-exp. Tiles are added to the sums in order."""
+    the probabilities, which need the log-sum-exp. The sums add the tiles in order."""
     T, H, D = q.shape
     K = k.shape[1]
     G = H // K

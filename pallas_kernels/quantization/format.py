@@ -10,9 +10,9 @@ QServe). A pool of pages is one array [N, W].
 A token has g groups of D / g consecutive channels. Each group fills c = C / g whole words. Element
 i of a group is in word i % c, in plane i // c. Plane j is the bits from j * bits on. If all words
 of a group are shifted equally, their lowest bits are c neighbouring channels in order. A kernel
-shifts registers, and two words become a pair of 16-bit floats, as tensor cores need it. All formats
-have the same order of channels, so that results of pages of several formats can be added. XLA on
-CPUs masks bytes, and has an order of its own (codes.py).
+shifts registers, and equal halves of two words become a pair of 16-bit floats, an operand of tensor
+cores. All formats have the same order of channels, so that results of pages of several formats can
+be added. The XLA version masks bytes on CPUs, and has an order of its own (codes.py).
 
 LServe has one group per token. A group's word has the scale in the low half and the zero point in
 the high half, both float16:

@@ -3,8 +3,8 @@ in 16 bits, so that they do not widen the scale of all other elements (QAQ, arXi
 
 Every token has the same number of outliers: the elements farthest from their group's median. An
 outlier is one word, with the float16 value in the low half and the channel in the high half. QAQ
-stores a share of all elements, the largest and the smallest, as a sparse matrix (not
-checked against the paper).
+stores a share of all elements, the largest and the smallest, as a sparse matrix (not checked
+against the paper).
 """
 
 from dataclasses import replace
@@ -58,5 +58,5 @@ def as_codes(codes: Codes, words, held) -> Codes:
 
 
 def _split(words):
-    """(values float32, channels int32)"""
+    """The values float32 and the channels int32 of outliers."""
     return low_half(words), (words >> 16).astype(jnp.int32)

@@ -13,7 +13,10 @@ from pallas_kernels.quantization.quantizer import dequantize, quantize
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedPages:
-    """words: [N, W] uint32, pages in the layout of pallas_kernels/quantization/format.py."""
+    """A pool of N quantised pages.
+
+    words: [N, W] uint32, pages in the layout of pallas_kernels/quantization/format.py.
+    """
 
     words: jax.Array
     format: KVFormat = field(metadata={"static": True})
@@ -35,7 +38,7 @@ class QuantizedPages:
         return jnp.dtype(jnp.float32)
 
     def read(self, rows) -> Codes:
-        """The tokens [..., m * P] of pages' words [..., m, W]."""
+        """The tokens [..., m * P] of m pages, from their words [..., m, W]."""
         codes, scales = self._sections(rows)
         codes = codes.reshape(*rows.shape[:-2], -1, self.format.code_words)
         scales = scales.reshape(*rows.shape[:-2], -1, self.format.scale_words)

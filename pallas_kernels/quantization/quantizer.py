@@ -10,16 +10,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantization.format import WORD_BITS, KVFormat
 
-LIMIT = float(jnp.finfo(jnp.float16).max) / 2  # so that the range from -LIMIT to LIMIT is finite
+LIMIT = float(jnp.finfo(jnp.float16).max) / 2  # so that float16 holds LIMIT - (-LIMIT)
 
 
 def quantize(x, format: KVFormat):
     """x [..., D] as codes [..., C], and as scales and zero points [..., g]; both are uint32 words.
 
-    The error of an element is at most half a scale. If all elements of a group equal one float16
-    value, they are exact. Elements beyond +-`LIMIT` (32,752) are clipped. A group with an element
-    that is not finite reads as NaN. For floats the scales are empty, [..., 0]. Raises ValueError if
-    D differs from the format's head_dim.
+    The error of an element is at most half a scale. A group of equal float16 values is exact.
+    Elements beyond +-`LIMIT` (32,752) are clipped. A group with an element that is not finite reads
+    as NaN. For floats the scales are empty, [..., 0]. Raises ValueError if D differs from the
+    format's head_dim.
     """
     if x.shape[-1] != format.head_dim:
         raise ValueError(f"a format of head dim {format.head_dim} cannot hold {x.shape}")
@@ -59,8 +59,8 @@ def pack(codes, format: KVFormat):
 
 
 def unpack(words, format: KVFormat):
-    """Words [..., C] as codes [..., D] in float32, or as floats for a format of floats. XLA fuses
-    this form with a product."""
+    """The codes [..., D] of words [..., C] in float32, or the elements for a format of floats. XLA
+    fuses this form with a product."""
     of_groups = words.reshape(*words.shape[:-1], format.groups, 1, -1)
     codes = (of_groups >> _shifts(format)) & jnp.uint32(format.most)
     if not format.scaled:

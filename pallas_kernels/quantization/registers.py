@@ -5,8 +5,8 @@ a 16-bit float, without arithmetic. The float's value is 128 + code in bfloat16 
 float16. A code of 8 bits does not fit a bfloat16's mantissa. So the kernel puts its bits into two
 floats, and their exact difference is code - 128.
 
-The number that is added to codes, `offset`, is subtracted from sums, never from elements. This
-costs bits of a float32. With rounded sums of D = 128 elements the error is up to
+`offset`, the number that is added to codes, is subtracted from sums, never from elements. The
+larger sums lose bits of a float32. With rounded sums of D = 128 elements the error is up to
 2 * D * 2**-24 * 1039 = 1/64 of a step of the code per unit of |q|. The error of quantisation itself
 is up to 1/2 of a step. A 32-bit word is shifted whole and masked as two 16-bit halves, because a
 GPU has no shift of 16-bit pairs.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantization.format import KVFormat
 
-# The bits of the float with a lowest mantissa bit worth 1, and the float's value.
+# The bits and the value of the float whose lowest mantissa bit is worth 1.
 _ONES = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}
 _CENTRE = 128  # subtracted from 8-bit codes
 
@@ -27,7 +27,9 @@ def refusal(format: KVFormat, dtype) -> str | None:
     if format.groups > 1:
         return f"keys and values must have one scale for each token, not {format.groups}"
     if not format.scaled and format.floats != str(jnp.dtype(dtype)):
-        return f"pages of {format.floats} need queries of it, not of {jnp.dtype(dtype)}"
+        return (
+            f"pages of {format.floats} need queries of {format.floats}, not of {jnp.dtype(dtype)}"
+        )
     if format.code_words % 8:
         return (
             f"a token of {format.head_dim} elements of {format.bits} bits must fill a multiple of "
@@ -46,8 +48,8 @@ def offset(format: KVFormat, dtype) -> int:
 def operand(words_TxC, format: KVFormat, dtype, hidden_zero=0):
     """code + `offset` [T, D] in `dtype`, for words [T, C] uint32. Floats are not changed.
 
-    hidden_zero: int32, a zero that the compiler does not know as a constant. An instruction that
-        masks one operand and sets bits of another can have only one constant.
+    hidden_zero: int32, a zero that is no constant to the compiler. An instruction that masks one
+        operand and sets bits of another can have only one constant.
     """
     hidden = jnp.asarray(hidden_zero).astype(jnp.uint32)
     halves: list[list] = [[], []]

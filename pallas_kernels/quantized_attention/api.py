@@ -87,7 +87,7 @@ def mixed_precision_attention(
         dims = format.keys.head_dim, format.values.head_dim
         if dims != (D, D) or found["W"] != format.words:
             raise ValueError(
-                f"pages of {format.words} words for head dim {dims} are not those of queries "
+                f"pages of {format.words} words for head dim {dims} do not fit queries "
                 f"{q_SxHxD.shape} and a pool {words_NxW.shape}"
             )
     refusal = refusal_of_formats(q_SxHxD, words_NxW, K, formats)

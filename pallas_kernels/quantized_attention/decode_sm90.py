@@ -241,7 +241,7 @@ def decode(
                     weights_of.append(weights)
                 for at, weights in zip(chunks, weights_of):
                     elements = codes(v_s, at, values)
-                    if not values.scaled:  # Values that remain from another sequence may be NaN.
+                    if not values.scaled:  # Another sequence may have left NaN in the page.
                         seen = held(at, elements.shape)
                         elements = jnp.where(seen, elements, jnp.zeros_like(elements))
                     my_values[...] = elements

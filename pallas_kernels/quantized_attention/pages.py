@@ -49,7 +49,9 @@ NAME = re.compile(r"K(\d+)V(\d+)")
 
 
 class Section(NamedTuple):
-    """first: the section's first word in a page.
+    """A section of a page.
+
+    first: the section's first word in the page.
     width: the words of each token.
     """
 
@@ -81,7 +83,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class PageFormat:
-    """How a page of `words` words is parsed: the precision of the keys and values in it.
+    """The format of a page of `words` words: the precision and layout of its tokens.
 
     keys, values: the formats of a token's keys and values.
     words: W, the size of a page.
@@ -265,7 +267,7 @@ def parse_format(
     floats: the dtype of elements of 16 bits.
     groups: the number of groups of a token's keys, and of its values.
     key_group: as in `PageFormat`. If it is not 0, the keys' format has head_dim / key_group groups,
-        only so that it has the right number of words of scales.
+        so that the keys have the right number of words of scales.
 
     Raises ValueError for an invalid name, and for formats that do not fill whole words.
     """

@@ -127,9 +127,11 @@ def schedule_of(
 
 
 def views_of(pools, sections):
-    """Views [N, rows, C] of the pools, one for each number C of words of a token's codes; and the
-    index of each view in `(*pools, *views)`, by (pool, C). Pages are a separate axis, because a
-    large pool has more rows than int32 can number."""
+    """Views [N, rows, C] of the pools, and each view's index in `(*pools, *views)`, by (pool, C).
+
+    C is the number of words of a token's codes. Pages are a separate axis, because a large pool has
+    more rows than int32 can number.
+    """
     views: list[jnp.ndarray] = []
     places: dict[tuple[int, int], int] = {}
     for section in sections:
@@ -143,9 +145,12 @@ def views_of(pools, sections):
 
 
 def buffers(sections, pages: int) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """The buffers in shared memory for the codes of a tile, as (words of a row, rows); and for each
-    precision the index of the keys' buffer and the index of the values' buffer. Precisions share
-    buffers, because a slot holds a tile of one precision at a time."""
+    """The buffers in shared memory for the codes of a tile. Precisions share buffers, because a
+    slot holds a tile of one precision at a time.
+
+    Returns (words of a row, rows) of each buffer, and for each precision the index of the keys'
+    buffer and the index of the values' buffer.
+    """
     sizes: list[tuple[int, int]] = []
     taken_by = []
     for section in sections:

@@ -24,7 +24,9 @@ _EDGES = np.array([[4, 0, 3], [0, 5, 0], [0, 0, 0]])
 
 @dataclass(frozen=True)
 class Mixed:
-    """tokens: the number of tokens of each sequence.
+    """The shapes of a call of mixed-precision decode.
+
+    tokens: the number of tokens of each sequence.
     kept: the share of the tokens in each of two or three precisions; other tokens are pruned.
     names: the page formats, the highest precision first.
     page_size: tokens of a page in the highest precision.
@@ -128,7 +130,7 @@ def make(shapes: Mixed) -> Spec:
     options: dict[str, Any] = {"formats": formats, "single": single}
     return Spec(
         mixed_precision_attention, arguments, cost, options, indices=("counts_SxKxI",), plan=plan,
-        # Scores without a token may be anything.
+        # Scores are not compared, because scores without a token may be anything.
         balance=balanced, defined=lambda arguments, results: results[:2], compare=compare,
     )  # fmt: skip
 
@@ -175,7 +177,7 @@ SHAPES = {
         page_size=32,
         dtype="float16",
     ),
-    # The kernel needs more words per token than 2-bit values with head dim 64 have.
+    # 2-bit values with head dim 64 have fewer words per token than the kernel needs.
     "bundled": Mixed(HEADS["bundled"], names=("K8V4", "K4V4"), dtype="float16"),
     "llama-3-8b-f16": Mixed(_LLAMA, dtype="float16"),
 }

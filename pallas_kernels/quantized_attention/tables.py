@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """first: the column of a precision's first page.
+    """The columns of one precision in a table.
+
+    first: the column of the precision's first page.
     step: 1 or -1, from the column of a page to the column of the next page.
     width: the columns of the precision's table, which is also its largest number of pages.
     """
@@ -23,7 +25,8 @@ class Run(NamedTuple):
         return self.first + self.step * number.clip(0, self.width - 1)
 
     def number(self, column):
-        """The number of a column's page; outside of this table, below 0 or at least `width`."""
+        """The number of a column's page. A column of another table gives a number below 0, or of at
+        least `width`."""
         return (column - self.first) * self.step
 
 
@@ -38,7 +41,7 @@ def runs(levels: int, width: int, single: int = 0) -> tuple[Run, ...]:
     if (levels, single > 0) not in ((2, False), (3, True)) or single >= width:
         raise ValueError(
             f"{levels} precisions have no tables of {width} columns with {single} for one alone: "
-            "two share all, and of three the highest has some for itself"
+            "two precisions share all columns; the highest of three has columns of its own"
         )
     both = width - single
     shared = Run(single, 1, both), Run(width - 1, -1, both)

@@ -1,4 +1,4 @@
-"""A list of the pages of many rows, of which each iteration processes a fixed number."""
+"""A list of the pages of many rows. Each iteration processes a fixed number of its entries."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Listed(NamedTuple):
-    """A part of the list of all pages, one row's pages after the other's.
+    """A part of the list, which has the pages of the first row, then of the second, and so on.
 
     row: [w] int32, the row of each page; the last row for entries beyond the last page.
     number: [w], the number of the page in its row.

@@ -18,8 +18,8 @@ def decode(
     q, words, tables, counts, formats, *, runs, scale, soft_cap=None, oldest=None, schedule=None
 ):
     """One precision after the other (§6.2). In each precision, the pages of all sequences and heads
-    form one list, so that short heads do not wait for long heads. A row's results of all precisions
-    are merged by their largest scores."""
+    form one list, so that short heads do not wait for long heads. At the end each row's results of
+    all precisions are merged, with weights from the precisions' largest scores."""
     S, H, D = q.shape
     K, M = tables.shape[1:]
     q_RxGxD = q.astype(jnp.float32).reshape(S * K, H // K, D) * scale

@@ -127,8 +127,8 @@ def _call(
 
 
 def _implementations(target: str, op: str, spec: str) -> list[str]:
-    """The names of the op's kernel, if there is one, and of its XLA version, if there is no kernel
-    or if the op writes in place."""
+    """The implementations to compile: the op's kernel if the op has one, and 'xla' if the op has no
+    kernel or writes in place."""
     kernel = OPS[op].kernel_for(TARGETS[target].gpu.compute_capability)
     if kernel is None:
         return ["xla"]
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> str | None:
         for target, op, spec, _ in jobs
         for peer in peers.of(op, spec, TARGETS[target].gpu)
     ]
-    # Each kernel has a process of its own, forked from one that has imported what takes seconds.
+    # Each kernel has its own process, forked from a process with the imports that take seconds.
     processes = get_context("forkserver")
     processes.set_forkserver_preload([hazards.__name__, peers.__name__, synchronization.__name__])
     reports: list[Report] = []

@@ -28,8 +28,8 @@ class Kernel:
     loop: the loop of a warp that multiplies tiles.
     fetching: the loop of a warp that only fetches tiles.
     prediction: None for a kernel without a loop that fetches tiles.
-    reductions_across_warps: the number of Mosaic's own reductions across warps. They share one
-        scratch in a thread block.
+    reductions_across_warps: the number of Mosaic's own reductions across warps. All of these
+        share one scratch in a thread block.
     """
 
     name: str
@@ -49,7 +49,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """jaxpr: the function's jaxpr.
+    """The compiler's results for one function.
+
+    jaxpr: the function's jaxpr.
     launches: the names of the kernels that the function runs on the device.
     temporaries: bytes of temporary memory.
     aliased: bytes of donated arrays that are written in place.
@@ -146,8 +148,8 @@ def _read_report(path: Path, launch: kernel_jaxpr.Launch, gpu: Target, reused: b
 
 
 def reductions_across_warps(module: str) -> int:
-    """The number of Mosaic's reductions that combine results of several warps. These are reductions
-    to a number, and reductions of an operand that is spread over warps to a result that every warp
+    """The number of Mosaic's reductions that combine results of several warps. Such a reduction
+    returns a number, or reduces an operand that is spread over warps to an array that every warp
     holds.
 
     module: the text of a kernel with inferred layouts.

@@ -16,8 +16,8 @@ A kernel that breaks one of these rules races or hangs on a GPU, or reads zeros:
 
 The check follows each warpgroup by its number. If the number decides a condition, only the taken
 branch is followed. Every reduction is treated as a reduction across warps, except a reduction over
-the last of several axes: in the layouts of products this axis lies within a warp. compiled.py reads
-the inferred layouts.
+the last of several axes, which lies within a warp in the layouts of products. compiled.py reads the
+inferred layouts.
 """
 
 import math
@@ -128,7 +128,7 @@ def too_many_registers(asked: list[int | None], of_launch: int) -> str | None:
         return None
     each = " + ".join(str(of_launch if n is None else n) for n in asked)
     return (
-        f"warpgroups ask for {each} registers a thread, {total * WARPGROUP} in all, of a thread "
+        f"warpgroups need {each} registers a thread, {total * WARPGROUP} in all, of a thread "
         f"block launched with {most * WARPGROUP}"
     )
 
@@ -190,8 +190,8 @@ def _threads(call) -> range:
 
 
 def _by_warpgroup(call) -> list[list]:
-    """For each warpgroup, the equations that it may run. Each equation has the identities of
-    references and the known numbers at its point of the program."""
+    """For each warpgroup, the equations that it may run, as tuples: the equation, the identities of
+    references, and the known numbers at this point of the program."""
     (mesh,), (body,) = call.params["meshes"], sub_jaxprs(call)
     return [list(_reached(body, {}, {}, {mesh.thread_name: thread})) for thread in _threads(call)]
 

@@ -1,4 +1,4 @@
-"""Reads a compiled GPU program as XLA prints it: its kernels, and the bytes that each moves."""
+"""Reads a compiled GPU program as XLA prints it: its kernels, and the bytes that a kernel moves."""
 
 import math
 import re
@@ -134,7 +134,7 @@ class Program:
             yield from self._inside(op)
 
     def arguments(self, kernel: Op) -> list[str]:
-        """The Python names of those operands of the kernel that are arguments of the program."""
+        """The Python names of the kernel's operands that are arguments of the program."""
         found = []
         for name in kernel.operands:
             op = self.entry[name]
@@ -185,8 +185,8 @@ def _split_balanced(text: str) -> tuple[str, str]:
 
 
 def _shares_read(inside: dict[str, Op], root: Op) -> dict[str, float]:
-    """The share of each array in a fusion that is computed or read. Elements that a slice drops are
-    not included."""
+    """For each array in a fusion, the share of its elements that is computed or read, without the
+    elements that a slice drops."""
     shares = dict.fromkeys(inside, 0.0) | {root.name: 1.0}
     for op in reversed(inside.values()):
         for name in set(op.operands):

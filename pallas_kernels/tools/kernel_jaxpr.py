@@ -13,8 +13,8 @@ _ROWS, _COLUMNS = 64, 256  # the largest product of one wgmma
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's thread blocks, and their work for one tile. The work is one pass through the
-    innermost copying loop that copies most, and one pass through the loop that multiplies most.
+    """A kernel's thread blocks, and their work for one tile. This work is one pass through each of
+    two loops: the innermost copying loop that copies most, and the loop that multiplies most.
 
     grid: thread blocks along each axis.
     warpgroups: warpgroups of a thread block. With two or three warpgroups, one only copies. Four
@@ -43,7 +43,7 @@ class Launch:
 
     @property
     def multiplying(self) -> int:
-        """Warpgroups that multiply a tile."""
+        """The number of warpgroups that multiply a tile."""
         return max(1, self.warpgroups // self.lanes - 1)
 
     @property

@@ -56,10 +56,10 @@ ASSUMPTIONS = (
     f"the L2 cache gives {L2_BYTES_PER_S / 1e12:g} TB/s; shared memory moves "
     f"{SHARED_BYTES_PER_CLOCK} bytes a clock, for operands of wgmma, copies and threads together; "
     f"each of {SCHEDULERS} schedulers issues an instruction a clock; a launch takes "
-    f"{LAUNCH_S * 1e6:g} us; the clock is that of the data sheet's tensor rate, of which tensor "
-    f"cores that never rest leave {CAUTIOUS.clock_share:.0%} to {HOPEFUL.clock_share:.0%}; where a "
-    f"kernel waits for memory, what a tile needs overlaps as norms of degree {CAUTIOUS.norm:g} to "
-    f"{HOPEFUL.norm:g} say, and elsewhere perfectly; tiles that need masks are few, and no thread "
+    f"{LAUNCH_S * 1e6:g} us; the clock follows from the data sheet's tensor rate; busy tensor "
+    f"cores lower it to {CAUTIOUS.clock_share:.0%} to {HOPEFUL.clock_share:.0%}; in kernels that "
+    f"wait for memory, parts of a tile's work overlap as in norms of degree {CAUTIOUS.norm:g} to "
+    f"{HOPEFUL.norm:g}, in others perfectly; tiles that need masks are few, and no thread "
     f"block waits for its first tile"
 )
 
@@ -74,7 +74,9 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class Prediction:
-    """clocks: a multiprocessor's fewest clocks for one tile, by resource.
+    """The predicted speed of a loop over tiles.
+
+    clocks: a multiprocessor's fewest clocks for one tile, by resource.
     bound: the resource that takes longest.
     in_flight: bytes that a multiprocessor's copies have in flight.
     needed_in_flight: the fewest bytes in flight that saturate memory, by Little's law.
@@ -129,7 +131,7 @@ def predict(
     """
     multiprocessors, clock = target.gpu.num_multiprocessors, target.tensor_clock
     per_clock = target.memory_bandwidth / multiprocessors / clock
-    # The compiler may have put several tiles into a pass.
+    # A pass of the compiled loop may have several tiles.
     passes = launch.flops / loop.flops if loop.flops else 1.0
     issued = launch.multiplying * loop.instructions * passes
     issued += fetching.instructions if fetching else 0

@@ -17,7 +17,9 @@ _ENDS = ("EXIT", "RET", "BRX")
 
 @dataclass(frozen=True)
 class Instruction:
-    """opcode: the opcode with its modifiers.
+    """One machine instruction.
+
+    opcode: the opcode with its modifiers.
     target: the label to which the instruction may branch.
     conditional: whether a predicate may disable the instruction.
     """
@@ -60,11 +62,11 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """One pass through a loop by a warp, on the shortest path with all products and copies. So
-    instructions that only some tiles need, such as masks, are not included.
+    """A warp's pass through a loop, on the shortest path with all products and copies. This path
+    excludes instructions that only some tiles need, such as masks.
 
-    block_barriers: the number of instructions at barriers of threads (BAR).
-    transaction_barriers: the number of instructions at barriers of copies (SYNCS, an mbarrier).
+    block_barriers: the number of instructions for barriers of threads (BAR).
+    transaction_barriers: the number of instructions for barriers of copies (SYNCS, an mbarrier).
     flops: FLOPs of a warpgroup.
     """
 

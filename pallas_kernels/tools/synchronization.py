@@ -1,9 +1,9 @@
 """A check of a kernel's jaxpr: does the kernel wait for the data that it reads?
 
-The interpreter does not show this. A product may read shared memory before the kernel has waited
-for the copy into the memory, or before threads' stores to the memory are committed. The interpreter
-still computes the right numbers and reports no race. So this check follows each thread of a kernel
-in program order and requires that
+The interpreter does not detect every missing wait. A product may read shared memory before the
+kernel has waited for the copy into the memory, or before threads' stores to the memory are
+committed. The interpreter still computes the right numbers and reports no race. So this check
+follows each thread of a kernel in program order and requires that
 
 - a thread waits for a copy, at the copy's barrier, before it accesses the shared memory that the
   copy fills, and again after the thread has handed that memory back;
@@ -52,8 +52,8 @@ class _State:
     storing: whether copies to global memory may be in flight.
     stored: the buffers that copies to global memory may still read.
     multiplying: the buffers of each running product, the oldest product first.
-    vouched: the buffers of cp.async that the latest wait may cover. It covers only the buffer that
-        is read first.
+    vouched: the buffers of cp.async that the latest wait may cover. The wait covers only the buffer
+        that is read first.
     """
 
     unawaited: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -104,7 +104,10 @@ def check(jaxpr) -> list[str]:
 
 
 class _Checker:
-    """_handed_back: barrier -> the buffers that it hands back to the thread that fills them."""
+    """The check of one kernel.
+
+    _handed_back: barrier -> the buffers that an arrival at it hands back to the filling thread.
+    """
 
     def __init__(self, jaxpr):
         self.complaints: list[str] = []
@@ -114,7 +117,7 @@ class _Checker:
         self._handed_back: dict[int, set[int]] = {}
         self._collect(jaxpr, {}, 0)
         self._check_fills(jaxpr, {}, None, set(), None)
-        # At first all buffers that copies fill are unawaited: another thread may start copies.
+        # All buffers that copies fill begin as unawaited, because another thread may start copies.
         state = self._run(jaxpr, {}, _State(dict(self._filled)), 0)
         if state.storing:
             self.complaints.append("the kernel may end before its copies to global memory")
@@ -173,7 +176,7 @@ class _Checker:
                 barrier = roots[eqn.invars[0]]
                 state.end_waits(barrier)
                 if barrier not in self._arrived:
-                    self._complain(eqn, "waits at a barrier where nobody arrives")
+                    self._complain(eqn, "waits at a barrier at which no thread arrives")
             elif (newer := products_left(eqn)) is not None:
                 state.multiplying = state.multiplying[max(0, len(state.multiplying) - newer) :]
             elif name == "wait_gmem_to_smem":

@@ -69,7 +69,7 @@ def test_broken_tensors(folder, edit, message):
     [
         ("llama_mha", {"num_key_value_heads": 2}, r"k_proj.weight has.* \(24, 24\).* \(12, 24\)"),
         ("llama_mha", {"num_hidden_layers": 3}, r"layers.2.* is missing"),
-        ("llama_mha", {"num_hidden_layers": 10**9}, "asks for 10{9} layers, but there are 21 tens"),
+        ("llama_mha", {"num_hidden_layers": 10**9}, "has 10{9} layers, but there are 21 tens"),
         ("llama_mha", {"rms_norm_eps": 10**400}, r"config\.json: rms_norm_eps must be from 1\.18"),
         ("opt", {"max_position_embeddings": 60}, r"embed_positions.weight.*\(66, 24\).*\(62, 24\)"),
         ("opt", {"word_embed_proj_dim": 16}, r"embed_tokens.weight.*\(61, 24\).*\(61, 16\)"),
@@ -94,7 +94,7 @@ def test_broken_part_of_a_fused_tensor(tmp_path):
     edit_tensors(folder, change(name, 50, np.nan))
     refused(f"tensor {name} has values that are NaN", folder)
     edit_tensors(folder, put(name, ones(24)))
-    refused(r"c_attn.bias has shape \(24,\), but .* asks for \(72,\)", folder)
+    refused(r"c_attn.bias has shape \(24,\), but .* needs \(72,\)", folder)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_names_that_are_no_model(folder, monkeypatch):
         (folder / "nothing" / "here", "there is no folder"),
         ("/tmp/no/such/folder", "there is no folder /tmp/no/such/folder, and it is no hub id"),
         ("gpt2", "there is no folder gpt2, and it is no hub id 'owner/name'"),
-        ("nobody/nothing", "nobody/nothing, and it could not be had from the Hugging Face hub"),
+        ("nobody/nothing", "nobody/nothing, and the download from the Hugging Face hub failed"),
         (folder / "config.json", "is a file; a model is a folder"),
     ):
         refused(re.escape(message), name)

@@ -108,6 +108,6 @@ def test_a_field_of_two_names_has_one_value(kind, alias, field):
     base = hf(kind)
     value = base.pop(field, 1024)
     assert from_hf(base | {alias: value}) == from_hf(base | {field: value, alias: value})
-    message = f"{field} {value} and {alias} 7 are one and differ"
+    message = f"{field} {value} and {alias} 7 name one field and differ"
     with pytest.raises(ValueError, match=re.escape(message)):
         from_hf(base | {field: value, alias: 7})

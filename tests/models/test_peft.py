@@ -159,7 +159,7 @@ def test_a_scale_that_leaves_float32_is_refused(tmp_path):
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     folder = peft_folders.write(tmp_path, LLAMA.replace(hidden_size=48), targets=ATTENTION)
-    with pytest.raises(ValueError, match=r"the model and adapter_config.json .* ask for"):
+    with pytest.raises(ValueError, match=r"the model and adapter_config.json .* need"):
         peft.load(folder, LLAMA)
     with pytest.raises(ValueError, match="no projection of a layer; allowed: c_attn, c_fc, c_proj"):
         peft.load(folder, checkpoint.load_config(GOLDEN / "gpt2"))

@@ -328,7 +328,7 @@ def test_arguments_that_do_not_fit_are_refused():
         mixed_precision_attention(q, words, tables, counts[..., 0], formats)
     with pytest.raises(ValueError, match="2 precisions have no tables of 4 columns with 1 for one"):
         mixed_precision_attention(q, words, tables, counts, formats, single=1)
-    with pytest.raises(ValueError, match="are not those of queries"):
+    with pytest.raises(ValueError, match="do not fit queries"):
         mixed_precision_attention(jnp.zeros((2, 2, 64)), words, tables, counts, formats)
     formats, counts = formats_of("K16V16", "K8V4", "K4V2", P=32, dim=128), jnp.zeros((2, 1, 3))
     words, q = jnp.zeros((3, formats[0].words), jnp.uint32), jnp.zeros((2, 2, 128), jnp.bfloat16)

@@ -41,8 +41,10 @@ def draw_families(
     points: Axes, divergence: Axes, found: Mapping[str, Row],
     families: Mapping[str, Sequence[str]], apart: Sequence[str] = ("uniform",),
 ) -> None:  # fmt: skip
-    """Draws right answers and divergence over memory, a line for each family of systems. apart:
-    families drawn as points without a line."""
+    """Draws right answers and divergence over memory, a line for each family of systems.
+
+    apart: families drawn as points without a line.
+    """
     for family, names in families.items():
         here = sorted(
             (found[name] for name in names if name in found),

@@ -11,7 +11,7 @@ from pallas_kernels.quantized_attention.specs import DECODE
 
 
 def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
-    """The step if all tokens are kept in high precision, with scores and positions."""
+    """The step with DiffKV's ops, if every token has high precision, a score and a position."""
     layout = layout_of(config, shards.sharded)
     token_bytes = layout.heads * layout.formats[0].token_bytes
     return replace(

@@ -2,10 +2,10 @@
 
     python -m experiments.papers.diffkv.equal_bytes --model=judge
 
-Systems are the flag files in configs/ (SYSTEMS). Bytes held are the bytes of running
-sequences. Bytes read are the bytes that attention and page selection of a generated token read, by
-each policy's layout. Both are shares of 16-bit dense pages. Page selection over mixed precision is
-compared with the two policies that it combines, DiffKV and LServe.
+Systems are defined by flags and flag files of configs/ (SYSTEMS). Bytes held are the KV bytes of
+running sequences. Bytes read are the bytes that attention and page selection read for a generated
+token, by each policy's layout. Both are shares of the bytes of dense 16-bit pages. Page selection
+over mixed precision is compared with the two policies that it combines, DiffKV and LServe.
 """
 
 import ast
@@ -43,7 +43,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "diffkv_streaming_selected": ("diffkv", "diffkv_streaming", "diffkv_selected"),
 }
 SYSTEMS |= {n: ("diffkv", n) for n in ("kv_int8", "kv_int4", "h2o", "snapkv", "kivi", "qaq")}
-# Flags of the files that follow from the study's own.
+# Flags that a flag file sets, but the study's own flags decide.
 _OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
 
 
@@ -56,10 +56,10 @@ class BytesFlags(AccuracyFlags):
 
 
 def config_of(flags: AccuracyFlags, name: str) -> EngineConfig:
-    """A system of SYSTEMS: its policy, policy options and page size. Prompts are prefilled whole.
-    Raises ValueError for an unknown name, and for gates that the model lacks."""
+    """The configuration of a system of SYSTEMS. Prompts are prefilled whole. Raises ValueError for
+    an unknown name, and for gates that the model lacks."""
     if name not in SYSTEMS:
-        raise ValueError(f"systems are of {', '.join(SYSTEMS)}, not {name!r}")
+        raise ValueError(f"--systems must be among {', '.join(SYSTEMS)}, not {name!r}")
     given = accuracy.whole_prompts(flags)
     given |= {key: value for key, value in _given(name).items() if key not in _OF_SIZE}
     policy = policy_of(given.get("policy", VLLM))
@@ -75,7 +75,7 @@ def config_of(flags: AccuracyFlags, name: str) -> EngineConfig:
 
 
 def _given(name: str) -> dict[str, Any]:
-    """The flags of a system by name. Later flags replace earlier flags of the same name."""
+    """Values of a system's flags, by flag name. The last of several flags of a name counts."""
     lines: list[str] = []
     for each in SYSTEMS[name]:
         is_file = not each.startswith("--")

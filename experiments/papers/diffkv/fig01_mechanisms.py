@@ -2,7 +2,7 @@
 
     python -m experiments.papers.diffkv.fig01_mechanisms
 
-The policy's own code classifies tokens of given significance, decides their precision and manages
+The policy's own code chooses the precision of tokens with given significance, and manages their
 pages. Notebook 4_kv_compression shows a model's cache.
 """
 

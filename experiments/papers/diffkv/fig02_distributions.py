@@ -6,8 +6,8 @@ python -m experiments.papers.diffkv.fig02_distributions
 Three quantities are measured over whole prompts of each task, by layer and KV head. The number of
 critical tokens differs between layers, heads and prompts.
 
-    significance     mean probability with which later tokens attend to a token, the largest of the
-                     KV head's query heads
+    significance     mean attention probability of later tokens on a token, maximum over the KV
+                     head's query heads
     norm             norm of the token's value
     critical tokens  number of tokens that hold 95 % of a prompt's significance
 """
@@ -219,7 +219,7 @@ def draw(flags: PromptFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title: str) -> None:
-    """Draws, for three layers, the share of tokens whose value is at most x."""
+    """Draws the share of tokens with a value of at most x, for three layers."""
     last = len(prompts[0].scores) - 1
     for layer in sorted({0, last // 2, last}):
         values = np.sort(np.concatenate([prompt[index][layer].ravel() for prompt in prompts]))

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.diffkv.fig08_key_value_formats --model=judge
 
-Each system keeps all tokens in one format, from K8V8 to K4V1; the reference has 16 bits. Six of the
-formats are the paper's; the other two have equally many bits for keys and values.
+Each system keeps all tokens in one format, from K8V8 to K4V1; the reference has 16 bits. The paper
+has six of the formats; the other two have equally many bits for keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from experiments.study import Values
 
 FORMATS = ("K8V8", "K8V4", "K4V8", "K8V2", "K4V4", "K4V2", "K2V4", "K4V1")
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
-KEYS_FIRST = (("K8V4", "K4V8"), ("K4V2", "K2V4"))  # in the paper the first is better
+KEYS_FIRST = (("K8V4", "K4V8"), ("K4V2", "K2V4"))  # the first is better in the paper
 GOAL = -2.0  # least difference to 16 bits, points
 # Right answers, in percent of the right answers with 16 bits.
 PAPER = {"kept_K8V4": (99.0, 101.0), "kept_K4V2": (65.0, 100.0), "kept_K2V4": (0.0, 5.0),

@@ -6,7 +6,7 @@ Tokens are kept in 16 bits or dropped. With a dynamic budget a head drops tokens
 is below alpha over the number of tokens, for each of --alphas. With a static budget each head keeps
 the same share of a prompt, for each of --budgets; the kept tokens have the most SnapKV votes or the
 most significance. Dropped tokens are counted while sequences run. In the paper a dynamic budget
-that drops 50 % loses nothing on GSM8K with Llama3-8B.
+that drops 50 % of the tokens loses no accuracy on GSM8K with Llama3-8B.
 """
 
 import re
@@ -66,8 +66,8 @@ def dropped(row: Row) -> float:
 
 
 def compare(flags: SparsityFlags, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Pairs of a dynamic system and a static system. The static system has the
-    least memory of its family that is at least the dynamic system's."""
+    """Pairs of a dynamic and a static system. The static system is the smallest of its family with
+    at least the dynamic system's memory."""
     whole, names = accuracy.pooled(rows), families(flags)
     for name in names[DYNAMIC]:
         for family in (STATIC, VOTES):
@@ -78,8 +78,8 @@ def compare(flags: SparsityFlags, rows: Sequence[Row]) -> Iterator[tuple[str, st
 
 def values(flags: SparsityFlags, rows: Sequence[Row]) -> Values:
     """dropped_DYNAMIC: percent of dropped tokens.
-    points_DYNAMIC_over_STATIC, points_low_…: difference to the static system of no less memory, and
-        its lower bound; None without such a system.
+    points_DYNAMIC_over_STATIC, points_low_…: difference of a pair of `compare`, and its lower
+        bound; None without such a pair.
     """
     whole, ours = accuracy.pooled(rows), families(flags)[DYNAMIC]
     numbers: dict[str, float | None] = {f"dropped_{_key(x)}": dropped(whole[x]) for x in ours}

@@ -46,7 +46,8 @@ class ThresholdFlags(AccuracyFlags):
         super().__post_init__()
         if not self.alphas_h or not self.alphas_l or min(self.alphas_l) != 0:
             raise ValueError(
-                "--alphas_h must name one at least, and --alphas_l 0, where nothing is dropped"
+                "--alphas_h must name at least one value, and --alphas_l must include 0, which "
+                "drops nothing"
             )
 
     @property

@@ -3,8 +3,8 @@
     python -m experiments.papers.diffkv.fig11_frontier --model=judge
 
 Fig. 11 shows DiffKV, uniform formats, and SnapKV and H2O at several budgets, over the memory of
-running sequences. DiffKV's --alpha_h and --alpha_l vary one at a time, from the first value of
-each. Fig. 12 shows the shares of each task's tokens that are pruned, in low precision and in high
+running sequences. One of DiffKV's --alpha_h and --alpha_l varies while the other keeps its first
+value. Fig. 12 shows the shares of each task's tokens that are pruned, in low precision and in high
 precision, at the first --alpha_h and --alpha_l.
 """
 
@@ -24,8 +24,8 @@ from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
 from experiments.study import Values
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
-SLACK = 1.0  # points by which a baseline may be better
-SPREAD = 0.1  # least range of the tasks' shares of pruned tokens
+SLACK = 1.0  # points that DiffKV may lose to a baseline
+SPREAD = 0.1  # least range over the tasks of the share of pruned tokens
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FrontierFlags(AccuracyFlags):
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """(alpha_h, alpha_l), each varied with the other at its first value, as in the paper."""
+        """Pairs (alpha_h, alpha_l). As in the paper, one varies; the other has its first value."""
         first = self.alpha_h[0], self.alpha_l[0]
         more = [(high, first[1]) for high in self.alpha_h] + [(first[0], x) for x in self.alpha_l]
         # DiffKV's options refuse an alpha_l above alpha_h.
@@ -63,8 +63,13 @@ def make_systems(flags: FrontierFlags) -> accuracy.Systems:
 
 
 def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
-    """over_BASELINE: points by which DiffKV's best system with no more memory exceeds the baseline.
-    pruned_TASK: share of pruned tokens at the first thresholds."""
+    """Numbers by name.
+
+    memory_least, memory_most: KV memory of DiffKV's smallest and largest system.
+    over_BASELINE: points of DiffKV's best system with no more memory over the baseline.
+    pruned_TASK: share of pruned tokens at the first thresholds.
+    pruned_spread: range of pruned_TASK.
+    """
     found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
     ours = [found[name] for name in families(flags)["DiffKV"] if name in found]
     numbers: dict[str, float | None] = {

@@ -2,11 +2,11 @@
 
     python -m experiments.papers.diffkv.fig13_compaction
 
-Each sequence has Llama-3-8B's 256 heads and 1,024 tokens. The kernels of the page manager's
-compiled program and the bytes that they move are counted, and give the predicted time on an L40.
-The program is compiled for this machine; its number of kernels on a GPU is nearly the same. On a
-GPU the time is measured beside threaded host code and decides the claim. `host_managers` checks
-that the pages are exact.
+Each sequence has Llama-3-8B's 256 heads and 1,024 tokens. The predicted time on an L40 follows from
+the kernels of the page manager's compiled program and the bytes that they move. The program is
+compiled for this machine; its number of kernels on a GPU is nearly the same. On a GPU the measured
+times of the program and of threaded host code decide the claim. `host_managers` checks that the
+pages are exact.
 """
 
 import os
@@ -43,7 +43,7 @@ class CompactionFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A phase.
+    """A phase at one number of sequences.
 
     kernels, bytes: kernels of the phase's program, and bytes that they move.
     predicted_ms: predicted time on an L40.
@@ -125,8 +125,10 @@ def measure(flags: CompactionFlags, _) -> Iterator[Row]:
 
 
 def values(_: CompactionFlags, rows: Sequence[Row]) -> Values:
-    """Numbers at the largest number of sequences. exact_heads: the largest number of heads if all
-    rows are exact, else 0."""
+    """Numbers at the largest number of sequences.
+
+    exact_heads: the largest number of heads if all rows are exact, otherwise 0.
+    """
     numbers: dict[str, float | None] = {}
     for phase in (PROMPTS, GENERATION):
         last = [row for row in rows if row.phase == phase][-1]

@@ -4,7 +4,8 @@ python -m experiments.papers.diffkv.fig14_memory_management
 
 The page manager's own programs are traced for the heads of all layers, with sequences of --tokens
 tokens. Each gather, scatter, scan, sort and reduction of the trace is one launch that reads and
-writes its operands once; elementwise operations are fused with these. The parts of a step are
+writes its operands once; elementwise operations are fused with these launches. The parts of a step
+are
 
     model        products, norms, activations, and attention with its scores
     compression  compression of prompts and of the token that leaves the window; writes of new
@@ -160,8 +161,9 @@ def measure(flags: ManagementFlags, _) -> Iterator[Row]:
 
 
 def values(flags: ManagementFlags, rows: Sequence[Row]) -> Values:
-    """management_PHASE_BATCH_MODEL, model_PHASE_BATCH_MODEL: shares of the step. most_PHASE,
-    most_PHASE_KNOB: the largest share of management in a phase."""
+    """management_PHASE_BATCH_MODEL, model_PHASE_BATCH_MODEL: shares of the step.
+    most_PHASE, most_PHASE_KNOB: the largest share of management in a phase.
+    """
     numbers: dict[str, float | None] = {}
     for row in rows:
         if not row.knob:

@@ -35,7 +35,9 @@ class KernelFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Row:
-    """us: microseconds of attention and its scores in a layer. bytes: bytes read and written."""
+    """us: microseconds of attention and its scores in a layer.
+    bytes: bytes read and written.
+    """
 
     format: str
     tokens: int
@@ -60,8 +62,9 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """speedup_FORMAT_TOKENS: speedup over 16 bits. of_ideal_FORMAT_TOKENS: the speedup divided by
-    the ratio of bits."""
+    """speedup_FORMAT_TOKENS: speedup over 16 bits.
+    of_ideal_FORMAT_TOKENS: the speedup over the ratio of bits.
+    """
     numbers: dict[str, float | None] = {}
     for row in rows:
         if row.format != VLLM:

@@ -8,10 +8,10 @@ tokens; `vllm` has pages of 16 bits. The paper does not give the length of its p
 prompts leave fewer decode steps, and only decode steps read fewer bytes under DiffKV.
 
 Weights and the host take most of a step of eight sequences, and take the same time in both systems.
-`bound` is the gain of the last step if attention took no time, less than the paper's. vLLM's kernel
-of that time has a thread block for each query head, and each thread block reads the whole KV head.
-`vllm by query head` is vLLM if no cache serves these repeated reads; it explains a part of the
-paper's factor.
+`bound` is the speedup of the last step if attention took no time; the paper's speedup is larger. At
+the time, vLLM's kernel had a thread block for each query head, and each thread block read the whole
+KV head. `vllm by query head` is vLLM without a cache that serves these repeated reads; it explains
+a part of the paper's factor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -104,7 +104,7 @@ def values(flags: BatchFlags, rows: Sequence[Row]) -> Values:
     """Ratios NAME_MODEL_TOKENS; at the greatest length also NAME_MODEL_TOKENS_KNOB.
 
     batch_speedup, step_speedup: speedup of DiffKV over 16 bits in the batch and in its last step.
-    bound: speedup of the last step with 16 bits if attention took no time.
+    bound: speedup of the last step with 16 bits if its attention took no time.
     by_query_head: speedup of DiffKV over vLLM by query head in the batch.
     """
     by = {(row.model, row.tokens, row.knob, row.system): row for row in rows}

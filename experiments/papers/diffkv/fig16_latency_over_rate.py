@@ -2,9 +2,9 @@
 
 python -m experiments.papers.diffkv.fig16_latency_over_rate --models=llama-3-8b
 
-Problems as long as MATH's arrive as a Poisson process and generate up to the limit, on L40s with
-pages of 16 bits and with DiffKV in the same memory. Latency is normalised (vLLM
-§6.1): a request's time, waiting included, divided by its output tokens; mean over requests.
+Problems as long as MATH's arrive as a Poisson process and generate up to the limit, on L40 GPUs
+with pages of 16 bits and with DiffKV in the same memory. Latency is normalised (vLLM §6.1): a
+request's time, waiting included, divided by its output tokens; mean over requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,9 @@ class RateFlags(SimulatedFlags):
 
 @dataclass(frozen=True)
 class Case(gpu.Case):
-    """load: rate over `capacity`. knob: changed constant, a name of `knobs.FACTORS`."""
+    """load: rate over `capacity`.
+    knob: the changed constant, a name of `knobs.FACTORS`.
+    """
 
     load: float
     knob: str
@@ -48,8 +50,10 @@ class Case(gpu.Case):
 
 @dataclass(frozen=True)
 class Row(Case):
-    """rate: requests a second. ms_per_token: mean normalised latency. batch: running sequences,
-    mean over steps."""
+    """rate: requests a second.
+    ms_per_token: mean normalised latency.
+    batch: running sequences, mean over steps.
+    """
 
     rate: float = 0.0
     ms_per_token: float = 0.0
@@ -102,8 +106,10 @@ def measure(flags: RateFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: RateFlags, rows: Sequence[Row]) -> Values:
-    """ms_per_token_SYSTEM_MODEL_LOAD, and latency_over_vllm_MODEL_LOAD: DiffKV's latency over
-    vLLM's. At the middle load there is also a value for each changed constant."""
+    """ms_per_token_SYSTEM_MODEL_LOAD: mean normalised latency.
+    latency_over_vllm_MODEL_LOAD: DiffKV's latency over vLLM's; at the middle load also for each
+        changed constant.
+    """
     ms = {(row.model, row.load, row.knob, row.system): row.ms_per_token for row in rows}
     numbers: dict[str, float | None] = {}
     for (model, load, knob, system), latency in ms.items():

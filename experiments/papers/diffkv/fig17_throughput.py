@@ -3,9 +3,9 @@
 python -m experiments.papers.diffkv.fig17_throughput --models=qwq-32b
 
 All problems arrive at once. All answers have as many tokens as the authors' commands allow: 16K for
-QwQ-32B and 8K for Qwen2.5-32B on two L40s, 4K for Llama3-8B on one. The batch is the mean number of
-running sequences while others wait. Throughput is over the whole run. DiffKV's batch is limited as
-in the authors' command (16 for QwQ-32B), the others' by memory, and to 256 sequences.
+QwQ-32B and 8K for Qwen2.5-32B on two L40 GPUs, 4K for Llama3-8B on one. The batch is the mean
+number of running sequences while others wait. Throughput is over the whole run. DiffKV's batch has
+the limit of the authors' command (16 for QwQ-32B). Other batches are limited by memory, and to 256.
 
 With 26.8 % of the memory (Table 3) DiffKV's batch can be at most 3.7 times vLLM's in the same
 bytes. The paper's batches, 15.9 and 2.7, differ by 5.9 times. Its systems must have had different
@@ -70,7 +70,7 @@ class Row(Case):
 
 def simulate(case: Case) -> Row:
     server = case.server
-    # `most`: number of sequences of half the limit that fit, if each takes a twelfth of its 16-bit
+    # The largest batch is what fits if a sequence of half the limit takes a twelfth of its 16-bit
     # memory.
     fit = server.kv_tokens(case.gpu) / (server.limit / 2 + gpu.PROMPTS[1])
     most = server.most if case.system == DIFFKV else min(256, max(8, int(12 * fit)))
@@ -119,8 +119,10 @@ def measure(flags: ThroughputFlags, run: Run) -> Iterator[Row]:
 
 
 def values(flags: ThroughputFlags, rows: Sequence[Row]) -> Values:
-    """batch_SYSTEM_MODEL: the batch. gain_SYSTEM_MODEL, gain_SYSTEM_unfused_MODEL: throughput over
-    vLLM's. For the first model there is also a gain for each changed constant."""
+    """batch_SYSTEM_MODEL: the batch.
+    gain_SYSTEM_MODEL, gain_SYSTEM_unfused_MODEL: throughput over vLLM's; for the first model also
+        for each changed constant.
+    """
     numbers: dict[str, float | None] = {}
     for model in flags.models:
         for knob, factors in FACTORS.items():

@@ -2,19 +2,19 @@
 
     vllm    pages of 16 bits
     diffkv  K8V4 and K4V2 by the paper's thresholds for the model. A head keeps as many tokens as a
-            recorded head of the bundled model (`record_compression`). Layers are matched by depth,
-            and heads of a layer are assigned in turn
+            recorded head of the bundled model (`record_compression`), of the layer at the same
+            relative depth; the layer's recorded heads are used in turn
     quest   all pages, in 16 bits; a query reads half of a sequence of mean length
     snapkv  half of the tokens, in 16 bits (Table 1: SnapKV with 50 % of the memory)
     atom    all tokens in K4V4
     kivi    all tokens in K2V2
 
 KV memory is computed as in vLLM: 0.9 of the device, less weights and the activations of the largest
-step. The largest step has the tokens of the model's whole context, because the authors' commands
-(DiffKV's benchmarks/benchmark_throughput.sh) limit outputs only, not sequences or steps. The
-commands limit DiffKV's batch to 16 sequences for QwQ-32B (the paper reports 15.9), 32 for
-Qwen2.5-32B, 64 for Llama3-70B and 128 for the small models. Prompts are as long as MATH's, and all
-outputs reach the limit (the commands ignore end tokens).
+step. The largest step has as many tokens as the model's context, because the authors' commands
+(DiffKV's benchmarks/benchmark_throughput.sh) limit the tokens of an output, but not of a sequence
+or of a step. The commands limit DiffKV's batch to 16 sequences for QwQ-32B (the paper reports
+15.9), 32 for Qwen2.5-32B, 64 for Llama3-70B and 128 for the small models. Prompts are as long as
+MATH's, and all outputs reach the limit (the commands ignore end tokens).
 """
 
 import functools
@@ -145,8 +145,11 @@ def options_of(system: str, server: Server) -> dict[str, Any]:
 def config_of(
     system: str, server: Server, gpu: str = "l40", most: int = 256, longest: int = 0
 ) -> EngineConfig:
-    """A system's configuration. most: largest batch, in sequences. longest: most tokens of a
-    sequence; 0 for `server.longest`."""
+    """A system's configuration.
+
+    most: largest batch, in sequences.
+    longest: most tokens of a sequence; 0 for `server.longest`.
+    """
     longest = longest or server.longest
     return EngineConfig(
         max_model_len=longest, page_size=PAGE_SIZE, max_num_batched_tokens=max(longest, most),
@@ -195,7 +198,7 @@ def held(
     flags: SimulatedFlags, config: EngineConfig, model: ShardedModel, prompts: np.ndarray,
     contexts: np.ndarray,
 ) -> np.ndarray | None:  # fmt: skip
-    """Numbers of kept tokens, as an argument of `Layout.work`; None if the policy keeps all.
+    """Numbers of tokens that heads keep, for `Layout.work`; None if the policy keeps all tokens.
 
     prompts: prompt tokens of each sequence, [n].
     contexts: tokens of each sequence so far, [..., n].
@@ -213,7 +216,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def server_of(model: str, output: int) -> Server:
-    """The server of a model. output: another limit of output tokens; 0 for the server's own."""
+    """The server of a model. output: limit of output tokens; 0 for the limit in SERVERS."""
     server = SERVERS[model]
     return replace(server, limit=output or server.limit)
 

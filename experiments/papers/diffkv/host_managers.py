@@ -2,13 +2,13 @@
 
 A `Case` is the state of sequences with Llama-3-8B's heads after compression. In the prompt phase
 all heads get pages for the worst case, plan the pages that they keep, and return the surplus. In a
-step of the generation phase each head adds a token of high or low precision. The page manager on
-the device is the policy's, which tests compare with lists of pages.
+step of the generation phase each head adds a token of high or low precision. The device runs the
+policy's page manager, which tests compare with lists of pages.
 
 `ThreadedManager` is fast host code and must hold the same pages. Its threads divide the sequences
-and work on whole arrays. The numbers of pages and their prefix sums over sequences are computed in
-one thread. Its time includes copying the counts of tokens from the device and copying tables or new
-pages back.
+and work on whole arrays. One thread computes the numbers of pages and their prefix sums over the
+sequences. The host's time includes the copy of token counts from the device, and the copy of tables
+or new pages to the device.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,10 @@ CHECKED_STEPS = 20
 
 
 class ThreadedManager:
-    """Page management in the arrays of `page_manager.Pages`, but with separate counts of pages of
-    high and of low precision."""
+    """Page management on the host, in arrays like those of `page_manager.Pages`.
+
+    high, low: numbers of pages [S, H] in each precision.
+    """
 
     def __init__(self, num_pages: int, num_slots: int, num_heads: int, width: int, threads: int):
         self.free_list = np.arange(num_pages, dtype=np.int32)
@@ -121,7 +123,7 @@ class Case:
         shape = sequences, HEADS_8B
         high = rng.integers(64, TOKENS // 2, shape)
         self.tokens = np.stack([high, rng.integers(0, TOKENS - high)], -1).astype(np.int32)
-        # Whether a head adds tokens of high precision: a quarter of the heads.
+        # A quarter of the heads add tokens of high precision.
         self.to_high = rng.random(shape) < 0.25
 
     def device(self) -> Pages:
@@ -166,7 +168,7 @@ def step_on_host(manager: ThreadedManager, tokens, to_high, sizes):
 
 
 def same_pages(pages: Pages, host: ThreadedManager) -> bool:
-    """Whether both have the same free pages in the same order, and all heads the same pages."""
+    """Whether device and host have equal free lists, and equal pages in all heads."""
     num_pages, width = len(host.free_list), host.tables.shape[2]
     column = np.arange(width)
     held = (column < host.high[..., None]) | (column >= width - host.low[..., None])
@@ -189,6 +191,6 @@ def is_exact(case: Case, threads: int, steps: int = CHECKED_STEPS) -> bool:
     for _ in range(steps):
         step_on_host(host, tokens, case.to_high, sizes)
         pages = step_on_device(pages, jnp.asarray(tokens), jnp.asarray(case.to_high), sizes)
-        # Not in place, because the step may still read the old array.
+        # A new array, because the step may still read the old array.
         tokens = tokens + np.stack([case.to_high, ~case.to_high], -1)
     return same_pages(pages, host)

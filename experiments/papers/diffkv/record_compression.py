@@ -85,8 +85,8 @@ def engine_of(flags: RecordFlags, alpha: tuple[float, float]) -> Engine:
 def kept(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, lengths: Sequence[int], seed: int
 ) -> dict[int, np.ndarray]:
-    """Tokens [L * K, 2] that each head keeps in each precision when a sequence reaches a length, by
-    length; means over the sequences."""
+    """For each length: the tokens [L * K, 2] that heads keep in high and in low precision when a
+    sequence reaches the length, mean over the sequences."""
     for i, prompt in enumerate(prompts):
         how = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=seed + i)
         engine.add_request(prompt, how)

@@ -1,4 +1,4 @@
-"""Mechanisms of DiffKV's policy that a soak must see."""
+"""Mechanisms of DiffKV's policy that a soak must exercise."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Engine configurations of DiffKV's studies: the 16-bit reference, DiffKV and its baselines; and
-those of its tables on public benchmarks, on the user's model and problems (§7.2)."""
+"""Engine configurations of DiffKV's studies (§7.2): the 16-bit reference, DiffKV and its baselines,
+also for the tables on public benchmarks, whose model and problems the user supplies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ def policy(flags: AccuracyFlags, **chosen: Any) -> EngineConfig:
 
 def three_levels(flags: AccuracyFlags, alpha: Sequence[float]) -> EngineConfig:
     """DiffKV with three levels (§7.2): 16 bits, K8V4 and K4V2, with an alpha for each. A page takes
-    about as much memory as in DiffKV: it has half as many tokens of the highest precision, and
-    each takes about twice the bytes."""
+    about as many bytes as in DiffKV: half as many tokens of the highest precision, of about twice
+    the bytes each."""
     chosen: dict[str, Any] = {"top": "K16V16"}
     chosen |= dict(zip(("alpha_top", "alpha_h", "alpha_l"), alpha, strict=True))
     return _config(flags, policy="diffkv", policy_options=chosen, page_size=PAGE_SIZE // 2)
@@ -61,8 +61,11 @@ def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
 
 
 def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:
-    """DuoAttention, all tokens in 16 bits. gates: path of the gate file. share: share of KV heads
-    that stream, chosen by the gates."""
+    """DuoAttention, all tokens in 16 bits.
+
+    gates: path of the gate file.
+    share: share of the KV heads that stream, chosen by the gates.
+    """
     all_pages = flags.longest + PAGE_SIZE
     chosen = {"gates": gates_of(flags, gates), "streaming_share": share}
     return _lserve(flags, **chosen, budget=all_pages)

@@ -4,18 +4,18 @@ python -m experiments.papers.diffkv.table1_accuracy_memory
 
 A model answers the same prompts with each system:
 
-    16 bits       all keys and values
+    16 bits       all keys and values in 16 bits
     DiffKV        each of --alphas
     three levels  16 bits, K8V4 and K4V2, at each of --three_levels
-    INT4          all keys and values
+    INT4          all keys and values in 4 bits
     H2O, SnapKV   each of --budgets
     DuoAttention  --duo_share of the heads stream, chosen by --gates; not run without --gates
     Quest         all tokens are kept, with statistics; a query reads --quest_budget tokens
 
 Memory is measured while sequences run. `kv_memory_fraction` is the size of the pages, with scales
-and statistics, over 16-bit pages. The first of --alphas, which decides the claim, is compared with
-H2O and SnapKV at the least budget with at least its memory. INT4 is compared with the system of
---alphas that takes the most memory up to INT4's.
+and statistics, over 16-bit pages. The first of --alphas decides the claim. It is compared with H2O
+and SnapKV at the least budget that takes at least as much memory. INT4 is compared with the largest
+system of --alphas that takes at most INT4's memory.
 """
 
 import re
@@ -65,7 +65,9 @@ class MemoryFlags(AccuracyFlags):
         if any(len(pair) != 2 for pair in self.pairs):
             raise ValueError(f"--alphas must be pairs such as 1/0.02, not {self.alphas}")
         if any(len(three) != 3 for three in self.triples):
-            raise ValueError(f"--three_levels must be such as 5/1/0, not {self.three_levels}")
+            raise ValueError(
+                f"--three_levels must be triples such as 5/1/0, not {self.three_levels}"
+            )
 
     @property
     def pairs(self) -> list[tuple[float, ...]]:
@@ -161,7 +163,7 @@ STUDY = accuracy.study(
     rule="at most 0.40 of the memory, and the lower bound of the difference above -2 points",
     holds=lambda v: v["kv_memory_fraction"] <= MEMORY_GOAL and v["difference_low"] > GOAL,
     here="the judge model, four tasks at 2,048 tokens",
-    differs="the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B; KIVI and QAQ are missing",
+    differs="the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B; KIVI and QAQ are in equal_bytes",
     flags=MemoryFlags,
     compare=compare,
     values=values,

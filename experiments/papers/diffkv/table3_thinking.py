@@ -4,8 +4,8 @@
     python -m experiments.papers.diffkv.table3_thinking --model=FOLDER --problems=math.jsonl \\
         --match=contains --contexts=32768
 
-Every answer is a chain of 24 to 40 statements, each computed from earlier statements, so
-that errors of compressed tokens propagate to later tokens. For a reasoning model --problems accepts
+Every answer is a chain of 24 to 40 statements, each computed from earlier statements, so that
+errors of compressed tokens propagate to later tokens. For a reasoning model --problems accepts
 MATH, GPQA or AIME.
 """
 

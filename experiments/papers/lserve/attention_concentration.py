@@ -2,10 +2,10 @@
 
 python -m experiments.papers.lserve.attention_concentration --model=bundled
 
-For each layer and query head, two quantities are measured over the query rows that produce a task's
-answers: the number of keys that hold 90 % of the attention mass, and the mass on the first 4 and on
-the last 64 tokens. If a model needs only its strongest key, its answers cannot show whether a page
-selector is good.
+For each layer and query head, three quantities are measured over the query rows that produce a
+task's answers: the number of keys that hold 90 % of the attention mass, the mass on the first 4
+tokens, and the mass on the last 64 tokens. If a model needs only its strongest key, its answers
+cannot show whether a page selector is good.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,10 +61,10 @@ class Row:
 
 
 def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
-    """Plain causal attention that writes MEASURES of its last `num_rows` rows to the cache.
+    """Returns causal attention that writes MEASURES of the last `num_rows` query rows to the cache,
+    float32 [L, H, 3, num_rows].
 
-    The cache is float32 [L, H, 3, num_rows]. share: share of the mass that the keys of the first
-    measure hold.
+    share: share of the mass that the keys of the first measure hold.
     """
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 

@@ -22,8 +22,8 @@ def options(model: ModelConfig, share: float, kv_bits: int) -> dict:
 
 
 def step_of(step: Step, config: EngineConfig, shards: Shards, dtype) -> Step:
-    """The step with LServe's reads. The number of tokens read is the mean over the heads of all
-    layers. Key statistics are read once for every `reuse` tokens of a sequence."""
+    """The step with LServe's reads. `tokens_read` is the mean over the heads of all layers. A
+    sequence's key statistics are read once in every `reuse` decode steps."""
     layout = layout_of(config, shards.sharded)
     P, heads, dense = layout.page_size, layout.heads, np.mean(layout.num_dense)
     selected = layout.selected * P if layout.selects else step.context

@@ -8,9 +8,9 @@ must be small and change the final hidden states of answers little: loss = mean 
     python -m experiments.papers.lserve.duo_gates --output_dir=results/duo_gates
     python -m experiments.papers.lserve.duo_gates --flagfile=configs/judge_gates.flags
 
-Without flags the program trains the bundled model's gates on the studies' tasks. With the flag
-file it trains the gates of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, a task
-that no study uses. Contexts must exceed the window, because within the window full and
+Without flags the program trains the bundled model's gates on the studies' tasks. With the flag file
+the program trains the gates of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, a
+task that no study uses. Contexts must exceed the window, because within the window full and
 streaming heads have equal outputs. The program also writes gates.json, for `--policy=lserve`, and
 gates.png. The seed determines the run, and the same command resumes a stopped run.
 """
@@ -42,7 +42,7 @@ from models import checkpoint, llama
 from models.config import ModelConfig
 
 PENALTY = 0.05  # weight of the mean gate in the loss
-# configs/judge_gates.flags
+# The flags of configs/judge_gates.flags.
 JUDGE = {
     "model": "judge", "mix": ("passkeys=1",), "steps": 2000, "lengths": (768,), "sink": 64,
     "local": 128,
@@ -85,7 +85,7 @@ class GateFlags(Flags):
         try:
             shares = {name: float(share) for name, share in (x.split("=") for x in self.mix)}
         except ValueError:
-            raise ValueError(f"--mix is task=share,…, not {self.mix}") from None
+            raise ValueError(f"--mix must be task=share,…, not {self.mix}") from None
         if not shares or any(not 0 < share < np.inf for share in shares.values()):
             raise ValueError(f"--mix needs shares above 0, not {self.mix}")
         return shares
@@ -93,7 +93,12 @@ class GateFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """25 steps of training. loss, moved: means over the steps. seconds: seconds since the start."""
+    """25 steps of training.
+
+    loss: mean loss over the steps.
+    moved: mean distance of the hidden states, the first term of the loss.
+    seconds: seconds since the start.
+    """
 
     step: int
     mean_gate: float
@@ -138,8 +143,8 @@ def loss_fn(gates, params, config: ModelConfig, window: Window, tokens, weights,
 
 
 def rate_at(steps: int, peak: float):
-    """The learning rate: it rises for a fifth of the steps and falls for the last fifth, as in
-    DuoAttention (400 of 2,000)."""
+    """The learning rate's schedule: the rate rises during the first fifth of the steps and falls
+    during the last fifth, as in DuoAttention (400 of 2,000)."""
     part = max(1, steps // 5)
     return optax.join_schedules(
         [
@@ -157,7 +162,8 @@ def train(
     kept: Path | None = None, asked: dict[str, Any] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[np.ndarray, list[Row]]:  # fmt: skip
-    """Trained gates [L, K], and a row for each 25 steps. Gates start at 1; a step has one sequence.
+    """Returns trained gates [L, K], and a row for each 25 steps. Gates start at 1. A step trains on
+    one sequence.
 
     kept: path of the checkpoint.
     asked: settings of the run. A stopped run resumes from a checkpoint with equal settings.

@@ -1,4 +1,4 @@
-"""How LServe works (LServe Figs. 3 to 5, 7, 8), drawn from its lists, selection and engine.
+"""How LServe works (LServe Figs. 3 to 5, 7, 8), drawn from page lists, page selection and engine.
 
     python -m experiments.papers.lserve.fig03_mechanisms
 
@@ -69,8 +69,8 @@ def selection() -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def fig03() -> Mechanism:
-    """A page of queries visits its pages of keys one after the other. Skipped pages take no
-    iteration."""
+    """The kernel visits the pages of keys of a page of queries one after the other. A skipped page
+    takes no iteration."""
     rows = {"dense head": np.arange(PAGES), "streaming head": np.flatnonzero(streams()[-1])}
     rows["selected pages"] = np.sort([*selection()[1], PAGES - 1])
 
@@ -136,7 +136,7 @@ class Step:
 
     tokens: number of computed tokens.
     dense, streaming: number of pages of a dense head and of a streaming head.
-    selected_at: position of the query of the first dense head's last page selection.
+    selected_at: position of the query for which the first dense head last selected pages.
     pages: pages of this selection.
     """
 

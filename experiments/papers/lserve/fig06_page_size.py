@@ -2,9 +2,9 @@
 
 python -m experiments.papers.lserve.fig06_page_size
 
-All heads are dense, and read a budget of whole pages. Flat selection scores a page by the extremes
-of all its keys (Quest), which carry little information where keys are many; hierarchical selection,
-by the extremes of each of its logical pages of 16 tokens.
+All heads are dense, and read a budget of whole pages. Flat selection (Quest) scores a page by the
+extremes of all its keys, which carry little information in a large page. Hierarchical selection
+scores a page by the extremes of each of its logical pages of 16 tokens.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def label(pages: str, budget: int) -> str:
 
 
 def systems(flags: Any) -> accuracy.Systems:
-    """The dense model, flat and hierarchical selection. flags: flags with contexts and budgets."""
+    """The dense model, and each kind of pages at each budget. flags: flags with budgets."""
     found = {"dense": accuracy.config_of(flags)}
     for budget in flags.budgets:
         for name, (page, logical) in PAGES.items():

@@ -78,7 +78,7 @@ def depths(flags: NeedleFlags, length: int) -> np.ndarray:
 
 
 def measured(make: Callable[[Any], accuracy.Systems]) -> Callable[[Any, Run], Iterator[Row]]:
-    """The `measure` of a study of the systems that `make` returns."""
+    """Returns the `measure` of a study. make: returns the study's systems."""
 
     def measure(flags: NeedleFlags, run: Run) -> Iterator[Row]:
         for name, found in accuracy.answered(flags, run, make):
@@ -104,8 +104,9 @@ def percent_right(rows: Sequence[Row], system: str) -> float | None:
 
 
 def values(_: NeedleFlags, rows: Sequence[Row]) -> Values:
-    """right_SYSTEM: percent of right answers over all prompts. cells_asked: number of cells
-    (context and depth) with a prompt."""
+    """right_SYSTEM: percent of right answers over all prompts.
+    cells_asked: number of cells (context and depth) with a prompt.
+    """
     numbers: dict[str, float | None] = {}
     for name in dict.fromkeys(row.system for row in rows):
         numbers[f"right_{name.replace(' ', '_').replace(',', '')}"] = percent_right(rows, name)

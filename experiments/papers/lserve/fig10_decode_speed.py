@@ -6,10 +6,10 @@ python -m experiments.papers.lserve.fig10_decode_speed
 Each system decodes one sequence on an A100. Table 7 times vLLM and LServe on Llama-3-8B. Fig. 16
 ablates LServe over its own dense kernels (`qserve`). The decode attention of LServe and QServe is
 parallel over heads only (§2.2), and is slow for one sequence with 8 KV heads. 'split' rows assume
-that a head is split over multiprocessors. Neither assumption gives all numbers of the paper. With
-split heads the dense kernels are only 1.5 times slower than LServe, and LServe's step hardly grows
-with the length, but Table 7's step grows. With parallelism over heads only, static sparsity gains
-nothing for one sequence, but in Fig. 16 it gains up to 1.7 times.
+that a head's tokens are split over multiprocessors. Neither assumption gives all numbers of the
+paper. With split heads the dense kernels are only 1.5 times slower than LServe, and LServe's step
+hardly grows with the length, but Table 7's step grows. With parallelism over heads only, static
+sparsity gains nothing for one sequence, but in Fig. 16 it gains up to 1.7 times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,8 @@ def measure(flags: DecodeFlags, _) -> Iterator[Row]:
 def values(rows: Sequence[Row]) -> Values:
     """SYSTEM_ms_LENGTH: milliseconds of a step (Table 7).
     over_SYSTEM_MODEL: LServe's speedup, mean over the lengths.
-    SYSTEM_over_dense_256k, SYSTEM_over_dense_split_256k: speedup over dense kernels (Fig. 16)."""
+    SYSTEM_over_dense_256k, SYSTEM_over_dense_split_256k: speedup over dense kernels (Fig. 16).
+    """
     ms = {(row.model, row.system, row.context): row.ms for row in rows}
     numbers: dict[str, float | None] = {}
     for system in (*TABLE_7, "lserve split"):

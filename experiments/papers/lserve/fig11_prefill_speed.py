@@ -74,14 +74,14 @@ def values(rows: Sequence[Row]) -> Values:
 
     prefill_over_SYSTEM_MODEL, most_over_SYSTEM_MODEL: LServe's speedup, mean and largest over the
         lengths.
-    static_over_vllm_MODEL, static_most_over_vllm_MODEL: the same for `static`.
+    static_over_vllm_MODEL, static_most_over_vllm_MODEL: speedup of `static`, mean and largest.
     STAGE_UNIT_SYSTEM_LENGTH, STAGE_over_quest_LENGTH: times and speedups of Table 5.
     """
     ms = {(row.model, row.stage, row.system, row.context): row.ms for row in rows}
     numbers: dict[str, float | None] = {}
 
     def ratios(model: str, above: str, below: str) -> list[float]:
-        """Prefill times of a system over those of another, at all lengths of both."""
+        """Prefill time of `above` over prefill time of `below`, at each length that both have."""
         contexts = [n for m, stage, s, n in ms if (m, stage, s) == (model, PREFILL, below)]
         both = [n for n in contexts if (model, PREFILL, above, n) in ms]
         return [ms[model, PREFILL, above, n] / ms[model, PREFILL, below, n] for n in both]

@@ -3,8 +3,8 @@
     python -m experiments.papers.lserve.fig12_prefill_kernel
 
 A layer with Llama-3-8B's heads attends over one prompt. A growing number of KV heads stream. Tiles
-are counted from the kernel's own schedule. r is the share of pages that heads need not read. Tiles
-also read keys outside the needed pages; this is the kernel's loss. Times are predicted for an H200
+are counted from the kernel's own schedule. r is the share of pages that heads need not read. The
+kernel loses time where a tile has keys outside the needed pages. Times are predicted for an H200
 from the compiled loop's share of the tensor cores' rate, and measured on a GPU with this kernel.
 """
 
@@ -39,7 +39,7 @@ class KernelFlags(Flags):
     def __post_init__(self):
         super().__post_init__()
         if any(context % PAGE for context in self.contexts):
-            raise ValueError(f"--contexts are multiples of {PAGE}, not {self.contexts}")
+            raise ValueError(f"--contexts must be multiples of {PAGE}, not {self.contexts}")
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ def tiles_of(starts, lengths, tokens: int) -> int:
 
 
 def heads_tiles(context: int) -> tuple[int, int]:
-    """Results of `tiles_of` for a dense head and for a streaming head."""
+    """`tiles_of` a dense head, and of a streaming head."""
     starts, lengths = jnp.array([0, context], jnp.int32), jnp.array([context], jnp.int32)
     lists = streaming_lists(starts, lengths, context, PAGE, SINK // PAGE, LOCAL // PAGE)
     return tiles_of(starts, lengths, context), tiles_of(lists.starts, lists.lengths, context)
 
 
 def pages_read(context: int) -> tuple[int, int]:
-    """The number of pairs of a query page and a key page that a head needs: a dense head, and a
-    streaming head."""
+    """Number of pairs of a query page and a needed key page: in a dense head, and in a streaming
+    head."""
     pages = np.arange(context // PAGE)
     return int((pages + 1).sum()), int(np.minimum(pages + 1, (SINK + LOCAL) // PAGE + 1).sum())
 
@@ -109,8 +109,8 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 
 
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
-    """Speedups in tiles, predicted and measured, each divided by 1/(1 - r); the least over the
-    contexts."""
+    """Speedups over a dense layer (in tiles, predicted and measured), divided by 1/(1 - r); the
+    least over the contexts."""
     numbers: dict[str, float | None] = {}
     dense = {row.context: row for row in rows if not row.streaming}
     for streaming in sorted({row.streaming for row in rows} - {0}):

@@ -2,9 +2,8 @@
 
     python -m experiments.papers.lserve.fig13_hierarchical_paging --model=judge
 
-All heads are dense and read a budget of pages. Maps of needles, by length and depth, compare all
-pages, flat pages of 16, flat pages of 64, and pages of 64 scored by their logical pages of 16
-tokens.
+All heads are dense. Maps of needles, by length and depth, compare reads of all pages with a budget
+of flat pages of 16 tokens, flat pages of 64, and pages of 64 scored by their logical pages of 16.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from experiments.papers.lserve.fig09_needle import NeedleFlags, Row, percent_rig
 from experiments.study import Values
 
 DENSE = "dense"
-POINTS = 2.0  # most points below flat pages of 16
+POINTS = 2.0  # most points that hierarchical pages lose to flat pages of 16
 FLAT_16, FLAT_64, HIERARCHICAL = pages.PAGES
 
 

@@ -4,7 +4,8 @@ simulated time.
 python -m experiments.papers.lserve.fig14_selection_cost
 
 One layer of Llama-3-8B has keys and values of 4 bits and reads 4,096 tokens. Three times are
-compared: one selection, a quarter of it (4 tokens share a selection), and a token's attention.
+compared: one selection, a quarter of a selection (the share of each of the 4 tokens that use it),
+and a token's attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,8 +47,8 @@ def measure(flags: SelectionFlags, _) -> Iterator[Row]:
 
 @gpu.with_knobs("selection_over_attention_lserve_128k", "reused_over_attention_lserve_128k")
 def values(rows: Sequence[Row]) -> Values:
-    """Numbers by system and length, at the lengths of SHOWN. Kernels of a system whose
-    name ends in `_split` split a head's tokens over multiprocessors.
+    """Numbers by system and length, at the lengths of SHOWN. In a system named `…_split`, kernels
+    split a head's tokens over multiprocessors.
 
     selection_ms_*, attention_ms_*: milliseconds of a selection, and of a token's attention.
     selection_over_attention_*: a selection over a token's attention.

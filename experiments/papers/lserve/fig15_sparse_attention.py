@@ -5,9 +5,9 @@ python -m experiments.papers.lserve.fig15_sparse_attention
 A token attends in one layer of Llama-2-7B with keys and values of 4 bits. Times include page
 selection. The systems have dense heads alone, static sparsity (half of the heads stream), dynamic
 sparsity (selected pages of 4,096 tokens), and both. LServe's kernels are parallel over heads only
-(§2.2). On 108 multiprocessors half of the 32 heads then take as long as all. 'split' rows assume
-that a head is split over multiprocessors. Static sparsity then gains more than in the paper from
-32k on.
+(§2.2). On 108 multiprocessors half of the 32 heads then take as long as all 32. 'split' rows assume
+that a head's tokens are split over multiprocessors. With split heads static sparsity gains more
+than in the paper from 32k on.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class LayerFlags(SimulatedFlags):
 
 
 def measure(flags: LayerFlags, _) -> Iterator[Row]:
-    """Attention of one layer. The products, which are equal in all systems, are excluded."""
+    """Times of one layer's attention, without the matrix products, which all systems share."""
     layers = gpu.model_of(MODEL).num_layers
     for split in (False, True):
         for row in gpu.rows(flags, MODEL, DECODE, SYSTEMS, flags.ascending, split):

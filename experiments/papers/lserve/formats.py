@@ -2,8 +2,8 @@
 
 python -m experiments.papers.lserve.formats
 
-In the first systems dense heads read all pages, with keys and values of 16, 8 and 4 bits, and with
-products of 8-bit weights and activations (W8A8). Three more systems have
+The first systems read all pages: with keys and values of 16, 8 or 4 bits, or with products of 8-bit
+weights and activations (W8A8). Three more systems have
 
     sparsity      --share of the KV heads streaming, and a --budget of tokens
     quantisation  W8A8, and keys and values of --with_bits
@@ -32,7 +32,7 @@ class FormatFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((1024, 2048), "prompt and answer, in tokens")
     gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
     share: float = flag(0.25, "of the KV heads that stream, in the sparse systems", least=0, most=1)
-    budget: int = flag(1024, "tokens that a query reads there", least=1)
+    budget: int = flag(1024, "tokens that a query reads in the sparse systems", least=1)
     with_bits: int = flag(4, "of keys and values, beside W8A8", choices=(4, 8))
 
 
@@ -57,8 +57,9 @@ def systems(flags: FormatFlags) -> accuracy.Systems:
 
 
 def values(_: FormatFlags, rows: Sequence[Row]) -> Values:
-    """difference_SYSTEM: points over dense. difference_sum: the difference of sparsity plus the
-    difference of quantisation."""
+    """difference_SYSTEM: points over dense.
+    difference_sum: the difference of sparsity plus the difference of quantisation.
+    """
     whole = accuracy.pooled(rows)
     numbers = {
         f"difference_{name.replace(' ', '_')}": row.difference for name, row in whole.items()

@@ -1,4 +1,4 @@
-"""The gates of a study's --gates, and the difference of all accuracy studies from the paper."""
+"""The gates of a study's --gates, and how accuracy studies differ from the paper."""
 
 from experiments.lib import shipped
 from experiments.lib.typed_flags import ModelFlags

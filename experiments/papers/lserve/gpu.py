@@ -10,7 +10,7 @@ times of each.
     duo         DuoAttention: 16 bits, half of the heads stream
     static      qserve with half of the heads streaming
     dynamic     qserve with page selection: 4,096 tokens are read
-    lserve      qserve with both
+    lserve      qserve with streaming heads and page selection
     lserve_minference
                 lserve, but dense heads prefill all prompts as in MInference; fig11_prefill_speed
                 uses it from 128k on (§4.3)
@@ -80,7 +80,7 @@ SYSTEMS = {
     "static": System({"budget": EVERYTHING, "kv_bits": 4}, streams=True, **_QSERVE),
     "dynamic": System({"kv_bits": 4}, **_QSERVE),
     "lserve": System({"kv_bits": 4}, streams=True, **_QSERVE),
-    # Prompts attend to unquantised keys, whatever format the cache has.
+    # No kv_bits, because prompts attend to unquantised keys, whatever format the cache has.
     "lserve_minference": System({"minference_from": 1}, streams=True, **_QSERVE),
     "quest": System({"select_per": "query_head", "reuse": 1, "dense_layers": 2}, page_size=16),
 }
@@ -88,7 +88,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class SimulatedFlags(Flags):
-    """Each study sets its own default of `contexts`."""
+    """Flags of a study. Each study sets its own default of `contexts`."""
 
     contexts: tuple[int, ...] = flag((2**16,), "tokens", least=64, most=LONGEST)
     gpu: str = flag("a100-80", "that is simulated", choices=tuple(MACHINES))
@@ -105,9 +105,9 @@ class Clock:
     """Seconds of the steps of one system on one GPU.
 
     by_heads: whether decode attention and selection are parallel over heads and sequences alone
-    ('the computation along the KV token dimension remains sequential', §2.2, §3.1). Then the
-    longest head is read at one multiprocessor's share of the bandwidth, even if there are fewer
-    heads than multiprocessors. Otherwise a head's tokens are split over all multiprocessors.
+        ('the computation along the KV token dimension remains sequential', §2.2, §3.1). If so, one
+        multiprocessor reads the longest head at its share of the bandwidth, even if there are fewer
+        heads than multiprocessors. Otherwise a head's tokens are split over all multiprocessors.
     """
 
     cost: StepCost
@@ -118,8 +118,9 @@ class Clock:
         cls, system: str, model: ModelConfig, gpu: str = "a100-80", attention_knob: float = 1.0,
         host_s: float = 0.0, split: bool = False,
     ) -> "Clock":  # fmt: skip
-        """host_s: host time added to each step, seconds. split: whether a head is split over
-        multiprocessors even if the system's `by_heads` is set."""
+        """host_s: host time added to each step, seconds.
+        split: whether heads are split over multiprocessors even if the system sets `by_heads`.
+        """
         cost = _declared(system, model, gpu)
         costs = dataclasses.replace(cost.costs, attention_knob=attention_knob)
         cost = dataclasses.replace(cost, costs=costs, host=Host(added_s=host_s))
@@ -144,8 +145,8 @@ class Clock:
         return {name: float(np.mean(each)) for name, each in seconds.items()}
 
     def step_s(self, context: int, new_tokens: int = 1, sequences: int = 1) -> float:
-        """Seconds of a step that computes the last `new_tokens` tokens of each of `sequences`
-        sequences. context: tokens of a sequence."""
+        """Seconds of a step of `sequences` sequences with `context` tokens each, of which the step
+        computes the last `new_tokens`."""
         layers = self.cost.model.shard.num_layers
         device_s = self.cost.dense_s(sequences * new_tokens, sequences)
         device_s += layers * sum(self.parts_s(context, new_tokens, sequences).values())
@@ -173,7 +174,7 @@ def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
 
 @functools.cache
 def model_of(name: str) -> ModelConfig:
-    """A model of configs/models. Its longest context is extended as in the paper's models."""
+    """A model of configs/models with a longer context, as in the paper."""
     return checkpoint.load_config(f"configs/models/{name}").replace(
         max_position_embeddings=2 * LONGEST
     )
@@ -181,9 +182,9 @@ def model_of(name: str) -> ModelConfig:
 
 @functools.cache
 def host_s() -> float:
-    """Host seconds added to each step: Table 1's step of QServe less the cost model's time for it.
-    LServe, QServe and the baselines all run from PyTorch and get the same host time. No predicted
-    figure contains Table 1's step."""
+    """Host seconds added to each step: Table 1's step of QServe less the cost model's time for this
+    step. LServe, QServe and the baselines all run from PyTorch and get the same host time. No
+    predicted figure contains Table 1's step."""
     measured_s, sequences, tokens = A_STEP_OF_QSERVE
     clock = Clock.of("qserve", model_of("llama-3-8b"))
     return measured_s - clock.step_s(tokens, sequences=sequences)
@@ -238,8 +239,8 @@ Found = Callable[[Sequence[Row]], Values]
 
 
 def with_knobs(*beside: str) -> Callable[[Found], Callable[..., Values]]:
-    """Decorates a function of the rows with unchanged constants, as the `values` of a study. For
-    each changed constant of FACTORS the study also has the values named in `beside`."""
+    """Turns a function of the rows with unchanged constants into the `values` of a study. The study
+    also has the values named in `beside` for each changed constant of FACTORS."""
 
     def decorated(found: Found) -> Callable[..., Values]:
         @functools.wraps(found)

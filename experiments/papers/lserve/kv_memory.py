@@ -58,7 +58,7 @@ class Row:
 
 
 def some_gates(model: ModelConfig) -> Gates:
-    """Gates that spread the streaming heads over layers and heads, at any share."""
+    """Gates that spread the streaming heads evenly over layers and head indices."""
     L, K = model.num_layers, model.num_kv_heads
     return tuple(tuple((layer + head) % K / K for head in range(K)) for layer in range(L))
 
@@ -71,7 +71,7 @@ def measure(flags: KVFlags, _) -> Iterator[Row]:
 
 
 def check(flags: KVFlags) -> None:
-    for _ in measure(flags, None):  # The loop takes no time.
+    for _ in measure(flags, None):  # Computing all rows takes no time.
         pass
 
 

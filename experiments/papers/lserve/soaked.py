@@ -1,4 +1,4 @@
-"""Mechanisms of LServe's policy that a soak must see."""
+"""Mechanisms of LServe's policy that a soak must exercise."""
 
 from typing import Any
 

@@ -35,11 +35,11 @@ class PageFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A call.
+    """A call of decode attention.
 
     gpu: GPU of the prediction; empty for a measurement on this machine's GPU.
     least_us, most_us: bounds of the predicted time.
-    us: measured time.
+    us: measured time; None in a prediction.
     """
 
     gpu: str
@@ -66,8 +66,10 @@ def measure(flags: PageFlags, _) -> Iterator[Row]:
 
 
 def slowdown(rows: Sequence[Row], gpu: str, page: int) -> float | None:
-    """Time over the largest page's time, the largest over the contexts. gpu: GPU of the prediction;
-    empty for measured times."""
+    """Time with this page size over time with the largest page size; maximum over the contexts.
+
+    gpu: GPU of the prediction; empty for measured times.
+    """
     times = {(row.page_size, row.context): row.most_us if gpu else row.us
              for row in rows if row.gpu == gpu}  # fmt: skip
     found = []

@@ -3,8 +3,8 @@
     python -m experiments.papers.lserve.table3_ruler --model=FOLDER --gates=FILE \\
         --problems=ruler.jsonl --contexts=262144 --match=contains
 
-Problems are grouped by their length, rounded up to a power of two. For small
-models table3_streaming_and_selection replaces this table.
+Problems are grouped by their length, rounded up to a power of two. For small models
+table3_streaming_and_selection replaces this table.
 """
 
 from dataclasses import dataclass

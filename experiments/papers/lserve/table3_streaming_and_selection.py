@@ -2,12 +2,12 @@
 
 python -m experiments.papers.lserve.table3_streaming_and_selection
 
-A model answers the same prompts, first with all heads dense and all pages read. Then each of
---shares of its KV heads streams, and dense heads read each of --budgets of tokens ('all': every
-page). Answers have several tokens, because the first one comes from the prefill, which never
-selects pages. The paper loses little at 50 % streaming heads and a budget of 4,096 of up to 256k
-tokens. Controls with the claim's share and budget decide nothing: gates subtracted from 1, random
-heads, random pages.
+A model answers the same prompts with all heads dense and all pages read, and with LServe at each
+combination of --shares (share of streaming KV heads) and --budgets (tokens that dense heads read;
+'all': every page). Answers have several tokens, because the prefill produces the first token and
+never selects pages. The paper loses little at 50 % streaming heads and a budget of 4,096 of up to
+256k tokens. Controls have the claim's share and budget, but gates subtracted from 1, random heads
+or random pages; no rule depends on them.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class FrontierFlags(AccuracyFlags):
 
     @property
     def goal(self) -> tuple[float, str]:
-        """Share of streaming heads and budget in the claim."""
+        """The claim's share of streaming heads, and its budget."""
         return 0.5, str(max(max(self.contexts) // 2, MIN_SELECTED * PAGE_SIZE))
 
 
@@ -64,8 +64,8 @@ def points(flags: FrontierFlags) -> dict[str, tuple[float, str]]:
 
 
 def controls(flags: FrontierFlags, gates) -> dict[str, dict[str, Any]]:
-    """Policy options of the controls, by name. They have the claim's share and budget, and should
-    lose more; no rule tests this."""
+    """Changed policy options of the controls, by name. Controls should lose more points than the
+    claim's system; no rule tests this."""
     trained, rng = np.array(gates), np.random.default_rng(flags.seed)
     found: dict[str, dict[str, Any]] = {
         "gates turned around": {"gates": (1 - trained).tolist()},
@@ -96,7 +96,7 @@ def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
     """Differences at the claim's share and budget, and of the controls.
 
     holding_points: number of grid points with a lower bound above GOAL.
-    random_splits_beaten: share of the random heads that lose more than the trained gates.
+    random_splits_beaten: share of the random splits that lose more than the trained gates.
     """
     whole, grid = accuracy.pooled(rows), points(flags)
     at = whole.get(label(*flags.goal))

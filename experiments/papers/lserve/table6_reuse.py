@@ -2,8 +2,8 @@
 
 python -m experiments.papers.lserve.table6_reuse
 
-All heads are dense and read a budget of tokens. Each of --intervals is a system, in which a
-selection serves this many tokens. The paper's scores are on RULER at 64k with a budget of 4,096.
+All heads are dense and read a budget of tokens. Each of --intervals is a system: the number of
+tokens that share a selection. The paper's scores are on RULER at 64k with a budget of 4,096.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,9 @@ def systems(flags: ReuseFlags) -> accuracy.Systems:
 
 
 def values(flags: ReuseFlags, rows: Sequence[Row]) -> Values:
-    """Points over dense by the number of tokens that share a selection, and what sharing alone
-    costs: points of a selection shared by 4 and by 8 tokens over one shared by the fewest."""
+    """difference_N: points over dense if N tokens share a selection.
+    sharing_4, sharing_8: points over the system with the fewest tokens of a selection.
+    """
     whole = accuracy.pooled(rows)
     points = {each: whole[label(each)].difference for each in flags.intervals}
     fewest = points[min(points)]

@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
     max_num_seqs=16, max_num_batched_tokens=256, max_model_len=256, kv_cache_tokens=4096,
     max_adapter_rank=random_adapters.RANK,
 )  # fmt: skip
-PROMPT, OUTPUT = (5, 120), (5, 60)  # least tokens, and the number after the most
+PROMPT, OUTPUT = (5, 120), (5, 60)  # least tokens, and one above the most
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SlotFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """A run. For fields from `loads` on see COUNTED."""
+    """A run. The fields from `loads` on are results of `adapters.measure`."""
 
     engine: str
     max_overtakes: int
@@ -70,8 +70,8 @@ class Row:
 
 
 def zipf(count: int, adapters: int, exponent: float, rng: np.random.Generator) -> np.ndarray:
-    """The adapter of each request, [count]. Adapter i has a share proportional to (i +
-    1)^-exponent."""
+    """The adapter [count] of each request. The share of adapter i is proportional to
+    (i + 1)^-exponent."""
     shares = (1.0 + np.arange(adapters)) ** -exponent
     return rng.choice(adapters, count, p=shares / shares.sum())
 
@@ -92,7 +92,7 @@ def make_requests(
 
 
 def row_of(engine: Engine) -> Row:
-    """Raises AssertionError if a request was overtaken too often."""
+    """The row of a run. Raises AssertionError for a request overtaken too often."""
     records, counted = engine.metrics.requests, adapters.measure(engine.events)
     assert counted is not None, "no request names an adapter"
     most, bound = counted["most_overtaken"], engine.config.max_overtakes
@@ -124,8 +124,10 @@ def simulate(
     model: ModelConfig, config: EngineConfig, requests: Sequence[Request], names: Sequence[str],
     load_s: float,
 ) -> Engine:  # fmt: skip
-    """Serve all requests in simulated time and return the engine. load_s: seconds to load one
-    adapter."""
+    """Serve all requests in simulated time and return the engine.
+
+    load_s: seconds to load one adapter.
+    """
     executor = SimulatedExecutor(
         LinearCost(), vocab_size=model.vocab_size, first_token=3, adapter_page_s=load_s
     )

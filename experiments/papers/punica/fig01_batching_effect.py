@@ -87,7 +87,8 @@ def holds(v) -> bool:
 
 def values(_: BatchFlags, rows: Sequence[Row]) -> Values:
     """STAGE_ms_LENGTH_bBATCH: milliseconds of a step with the smallest and with the largest batch.
-    STAGE_growth_LENGTH: the ratio of these two times."""
+    STAGE_growth_LENGTH: time with the largest batch over time with the smallest.
+    """
     return knobs.values(rows, _found, holds)
 
 

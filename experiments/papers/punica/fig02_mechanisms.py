@@ -1,4 +1,4 @@
-"""How Punica works (Punica Figs. 2 to 6), drawn from runs of this cluster, engine and operator.
+"""How Punica works (Punica Figs. 2 to 6), drawn from runs of the cluster, an engine and SGMV.
 
     python -m experiments.papers.punica.fig02_mechanisms
 
@@ -44,7 +44,7 @@ def model() -> ModelConfig:
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment of a cluster: the requests of each GPU, and their tokens so far."""
+    """A cluster at one time: the requests of each GPU, and each request's tokens so far."""
 
     time_s: float
     working_sets: dict[str, list[str]]

@@ -31,7 +31,9 @@ class ImplementationFlags(sgmv.OperatorFlags):
 
 def values(flags: ImplementationFlags, rows: Sequence[Row]) -> Values:
     """growth_*: growth of SGMV's time from the smallest batch to the largest.
-    NAME_over_sgmv_*: ratio of times at the largest batch. predicted_*: the same, predicted."""
+    NAME_over_sgmv_*: time of implementation NAME over SGMV's, at the largest batch.
+    predicted_*: the same numbers, predicted.
+    """
     numbers: dict[str, float | None] = {}
     for popularity in POPULARITIES:
         mine = sgmv.of(rows, SGMV, popularity, RANK)

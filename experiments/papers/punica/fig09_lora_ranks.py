@@ -28,8 +28,10 @@ class RankFlags(sgmv.OperatorFlags):
 
 
 def values(_: RankFlags, rows: Sequence[Row]) -> Values:
-    """us_rank_*: microseconds with distinct adapters at the largest batch. us_growth: growth of
-    this time from the smallest rank to the largest. predicted_*: the same, predicted."""
+    """us_rank_*: microseconds with distinct adapters at the largest batch.
+    us_growth: growth of this time from the smallest rank to the largest.
+    predicted_*: the same numbers, predicted.
+    """
     numbers: dict[str, float | None] = {}
     for rank in dict.fromkeys(row.rank for row in rows):
         last = {p: sgmv.of(rows, SGMV, p, rank)[-1] for p in POPULARITIES}

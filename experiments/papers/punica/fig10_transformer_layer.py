@@ -47,7 +47,7 @@ class Row:
     adapters: number of distinct adapters in the batch; 0 without LoRA.
     change: the changed constant of the clock, a name of `knobs.CHANGES`; empty for no change.
     us: microseconds of the layer.
-    attention_us, lora_us: their parts of `us`.
+    attention_us, lora_us: parts of `us` for attention and for SGMV.
     """
 
     model: str
@@ -85,7 +85,7 @@ def measure(flags: LayerFlags, _) -> Iterator[Row]:
 
 
 def of(rows: Sequence[Row], model: str, length: int, popularity: str) -> list[Row]:
-    """The rows of a case, by batch size."""
+    """Rows of one model, length and popularity, by ascending batch size."""
     wanted = model, length, popularity
     mine = [row for row in rows if (row.model, row.length, row.popularity) == wanted]
     return sorted(mine, key=lambda row: row.batch)
@@ -111,8 +111,11 @@ def holds(v) -> bool:
 
 def values(_: LayerFlags, rows: Sequence[Row]) -> Values:
     """growth_POPULARITY_MODEL_LENGTH: growth of latency from the smallest batch to the largest.
-    distinct_over_base_MODEL_LENGTH: ratio of latencies at the largest batch.
-    slowest_over_fastest_MODEL_LENGTH: the same, of the slowest to the fastest popularity."""
+    distinct_over_base_MODEL_LENGTH: latency with distinct adapters over latency without adapters,
+        at the largest batch.
+    slowest_over_fastest_MODEL_LENGTH: latency of the slowest popularity over the fastest's, at the
+        largest batch.
+    """
     return knobs.values(rows, _found, holds)
 
 

@@ -5,8 +5,9 @@
 The rate of the Poisson arrivals rises from 0 to --peak_rate and falls again. Popularities of
 adapters follow the paper's Zipf-1.5. The paper gives no lengths of prompts and outputs. With
 ShareGPT's lengths 32 sequences would fill half of a GPU's KV memory. Here requests are the ends of
-conversations, as in vLLM's chatbot (§6.5), and 32 sequences take 72 % of it; with 11 % less memory
-7 of 68,244 requests migrated for lack of it. --lengths=sharegpt shows the difference.
+conversations, as in vLLM's chatbot (§6.5), and 32 sequences take 72 % of the KV memory. With 11 %
+less KV memory 7 of 68,244 requests migrated for lack of memory. --lengths=sharegpt shows the
+difference.
 
 A row is one sample of the cluster. Samples are --period_s seconds apart; none is discarded.
 """
@@ -35,20 +36,20 @@ from paged.simulator.step_cost import HOSTS, StepCost
 
 MODEL, GPU = "configs/models/llama-2-7b", "a100-40"
 GPUS, ADAPTERS, RANK = 16, 100, 16
-# 90 % of 40 GiB, less 13.5 GB of weights and 16 adapters of 80 MB, at 0.5 MiB a token.
+# KV cache: 90 % of 40 GiB, less 13.5 GB of weights and 16 adapters of 80 MB; 0.5 MiB a token.
 CONFIG = EngineConfig(
     max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=2048, max_prefills_per_step=1,
     kv_cache_tokens=45_536, adapter_slots=16, max_adapter_rank=RANK,
 )  # fmt: skip
 STAYS_S = 60.0  # an idle GPU stays idle if it is idle this many seconds later
-FULL = 0.9  # share of the largest batch from which a GPU is full
+FULL = 0.9  # a GPU is full from this share of the largest batch on
 USUALLY, LIKELY, OCCASIONALLY = 0.75, 0.9, 0.05
 
 
 @dataclass(frozen=True)
 class ClusterFlags(Flags):
     duration_s: float = flag(3600.0, "from the first to the last request", least=1)
-    peak_rate: float = flag(38.0, "requests a second at half of it", above=0)
+    peak_rate: float = flag(38.0, "requests a second after half of the duration", above=0)
     lengths: str = flag("chatbot", "of the requests", choices=("chatbot", "sharegpt"))
     rebalance_s: float = flag(10.0, "period of consolidation", above=0)
     period_s: float = flag(5.0, "of samples", above=0)
@@ -84,8 +85,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Hour:
-    """The samples of a whole run as one row, which `Run.once` keeps. samples: the fields of each
-    `Row`."""
+    """The samples of a whole run as one row, which `Run.once` stores.
+
+    samples: the fields of each `Row`.
+    """
 
     samples: list[dict[str, Any]]
 
@@ -117,8 +120,10 @@ def arrivals(flags: ClusterFlags) -> list[Arrival]:
 
 
 def serve(flags: ClusterFlags, change: str) -> list[Row]:
-    """The samples of a whole run. change: the changed constant of the clock (`knobs.CHANGES`);
-    empty for no change."""
+    """The samples of a whole run.
+
+    change: the changed constant of the clock (`knobs.CHANGES`); empty for no change.
+    """
     model = checkpoint.load_config(MODEL)
     options: dict[str, Any] = {"host": flags.host} | knobs.CHANGES.get(change, {})
     cost = StepCost.declare(model, CONFIG, GPU, **options)
@@ -161,7 +166,7 @@ def hour(flags: ClusterFlags, change: str) -> Hour:
 
 def measure(flags: ClusterFlags, run: Run) -> Iterator[Row]:
     changes = ["", *(knobs.CHANGES if flags.knobs else ())]
-    same = replace(flags, knobs=False, jobs=0)  # An hour depends on neither.
+    same = replace(flags, knobs=False, jobs=0)  # A run depends on neither flag.
     for found in run.at_once(hour, changes, flags.jobs, same):
         yield from found.rows
 
@@ -169,8 +174,8 @@ def measure(flags: ClusterFlags, run: Run) -> Iterator[Row]:
 def hour_values(flags: ClusterFlags, rows: Sequence[Row]) -> Values:
     """Numbers of a whole run.
 
-    busy_full: share of samples of busy GPUs in which the batch is full.
-    idle_stays_idle: share of samples of idle GPUs that are also idle STAYS_S seconds later.
+    busy_full: share of a busy GPU's samples with a full batch.
+    idle_stays_idle: share of an idle GPU's samples with the GPU idle STAYS_S seconds later.
     gpus_over_needed: time of busy GPUs over the time that the same sequences need in full batches.
     evictions: migrations for lack of memory.
     moved: evictions over ended requests.

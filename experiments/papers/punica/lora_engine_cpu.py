@@ -9,11 +9,11 @@ These systems take turns in one process, with the same weights, prompts and leng
     idle           an engine with adapters on the device; the batch uses none
     identical      the same engine; all requests of the batch use one adapter
     distinct       each request has an adapter of its own
-    one_at_a_time  the same requests, each served alone, as the paper assumes for systems that
-                   cannot batch different adapters; all adapters are on the device, so switching
-                   costs nothing
-    peft           transformers and PEFT with `adapter_names`: the same mixed batch, with the
-                   bundled model only, if PEFT and torch are installed (the extra `parity`)
+    one_at_a_time  the requests of `distinct`, each served alone, as the paper assumes for systems
+                   that cannot batch different adapters; all adapters are on the device, so a
+                   switch costs nothing
+    peft           the batch of `distinct` with transformers and PEFT (`adapter_names`); only with
+                   the bundled model, and if PEFT and torch are installed (the extra `parity`)
 
 A step's floor is the least time for the bytes and operations of the base model and its adapters.
 """
@@ -70,8 +70,8 @@ class LoraFlags(RaceFlags):
         super().__post_init__()
         if self.output_tokens < 2 * self.multi_step + 2:
             raise ValueError(
-                f"--output_tokens ({self.output_tokens}) must be at least 2 more than two steps of "
-                f"--multi_step ({self.multi_step}): the time between steps is what counts"
+                f"--output_tokens ({self.output_tokens}) must be at least 2 * --multi_step + 2 "
+                f"({2 * self.multi_step + 2}), so that two whole steps are measured"
             )
         assert self.lora_config  # raises ValueError for flags that do not fit
 

@@ -71,7 +71,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. rank: rank of each adapter. inputs, outputs: widths of the projection."""
+    """A call.
+
+    rank: rank of each adapter.
+    inputs, outputs: widths of the projection.
+    """
 
     popularity: str
     batch: int
@@ -141,7 +145,7 @@ class Weights:
 
 
 def segments_of(case: Case) -> Segments:
-    """Segments of adjacent tokens, padded to the batch so that one program serves all
+    """Segments of adjacent tokens, padded to `case.batch` segments, so that one program serves all
     popularities."""
     lengths = np.array(case.lengths)
     ends = np.cumsum(lengths)
@@ -184,7 +188,7 @@ def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]
 
     sgmv: this machine's kernel.
     loop: a program for each adapter, dispatched one after the other.
-    gather_bmm: the weights of each token are gathered and multiplied in one batch.
+    gather_bmm: a gather of each token's weights, and batched products.
     """
     w, segments = vars(weights), segments_of(case)
     x, a, b = weights.x, weights.a, weights.b
@@ -254,7 +258,7 @@ def measure(flags: OperatorFlags, _) -> Iterator[Row]:
 
 
 def of(rows: Sequence[Row], implementation: str, popularity: str, rank: int) -> list[Row]:
-    """The rows of a case, by batch size."""
+    """Rows of one implementation, popularity and rank, by batch size."""
     key = implementation, popularity, rank
     return [r for r in rows if (r.implementation, r.popularity, r.rank) == key]
 

@@ -1,12 +1,12 @@
-"""Tenants with adapters of their own over each KV policy: LServe's and DiffKV's pages under Punica.
+"""LoRA tenants over each KV policy: Punica's adapters with LServe's and DiffKV's pages.
 
     python -m experiments.papers.punica.tenants_over_policies
 
-The tenants are the nine adapters of the bundled model, and the model without one. All get the same
-questions, and each expects the answer in its own format. Batches mix the tenants in
---adapter_slots slots. Then the same engine serves each request alone, and the tokens must be the
-same. Finally each policy in turn serves the whole batch and is timed. Memory is the mean size of a
-running sequence's pages over the size of 16-bit pages.
+The tenants are the nine adapters of the bundled model, and the model without an adapter. All
+tenants get the same questions, and each tenant expects its own answer format. Batches mix the
+tenants in --adapter_slots slots. Then the same engine serves each request alone, and must generate
+the same tokens. Finally each policy in turn serves the whole batch and is timed. Memory is the mean
+size of a running sequence's pages over the size of 16-bit pages.
 """
 
 import random
@@ -42,7 +42,7 @@ FOLDERS = popularity.folders(BUNDLED / "adapters")
 BASE, VLLM = "no adapter", "vllm"
 POLICIES = (VLLM, "lserve", "diffkv", "diffkv_streaming")
 TENANTS = (BASE, *FOLDERS)
-LOSS, MEMORY = 0.05, 0.5  # most right answers below vLLM's; most of DiffKV's memory over vLLM's
+LOSS, MEMORY = 0.05, 0.5  # most right answers lost to vLLM; most memory of DiffKV over vLLM's
 Asked = tuple[str, tasks.TaskPrompt]  # tenant, prompt
 
 
@@ -59,7 +59,7 @@ class TenantFlags(Flags):
     def __post_init__(self):
         super().__post_init__()
         if self.policies[:1] != (VLLM,):
-            raise ValueError(f"--policies must begin with {VLLM}, which others are compared with")
+            raise ValueError(f"--policies must begin with {VLLM}, the base of all comparisons")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def configs(flags: TenantFlags) -> dict[str, EngineConfig]:
         "diffkv_streaming": ("diffkv", 16, streaming),
     }
     model = checkpoint.load_config("bundled")
-    longest = -(-(flags.context + 16) // 64) * 64  # some answer formats need more tokens
+    longest = -(-(flags.context + 16) // 64) * 64  # some answer formats need additional tokens
     common: dict[str, Any] = {
         "max_num_seqs": 16, "max_prefills_per_step": 4, "kv_cache_tokens": 17 * longest,
         "kv_dtype": "float16", "adapter_slots": flags.adapter_slots, "max_adapter_rank": 16,

@@ -9,9 +9,9 @@ punica and vllm prefill one prompt a step. The systems are
     fastertransformer  like vllm, but a batch runs until its longest request has ended, and one step
                        prefills all of its prompts
 
-In vllm and fastertransformer a batch contains only requests that are adjacent in the queue, and
-switching adapters costs nothing, as in the paper. Punica loads each adapter when a request needs
-it. Prompts have ShareGPT's mean length; 1,000 requests generate 101k tokens, as in the paper.
+In vllm and fastertransformer a batch has only requests that are adjacent in the queue, and a switch
+of adapters costs nothing, as in the paper. Punica loads an adapter when a request needs the
+adapter. Prompts have ShareGPT's mean length; 1,000 requests generate 101k tokens, as in the paper.
 """
 
 import itertools
@@ -45,8 +45,11 @@ TOLERANCE, FLAT = 0.15, 0.9
 
 @dataclass(frozen=True)
 class Server:
-    """A Llama-2 model and its GPUs. kv_tokens: tokens of KV cache that fit in 90 % of the GPUs'
-    memory (80 or 40 GiB each) less the weights."""
+    """A Llama-2 model and its GPUs.
+
+    kv_tokens: tokens of KV cache that fit in 90 % of the GPUs' memory (80 or 40 GiB each) less the
+        weights.
+    """
 
     model: str
     gpu: str
@@ -127,8 +130,8 @@ def requests_of(case: Case, names: Sequence[str]) -> list[Request]:
 
 
 def batches_of(system: str, requests: Sequence[Request]) -> list[list[Request]]:
-    """Groups of requests that are served one after the other: Punica has one group with all
-    requests. Other systems have groups of adjacent requests with the same adapter."""
+    """Groups of requests that are served one after the other: all requests for Punica; for other
+    systems, runs of adjacent requests with the same adapter."""
     if system == "punica":
         return [list(requests)]
     runs = itertools.groupby(requests, lambda each: each.adapter)
@@ -187,9 +190,9 @@ def _full_rate(steps: Sequence[StepRecord]) -> float | None:
 def measure(
     flags: TextFlags, run_: Run, servers: Sequence[str], systems: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows of the figure's cases. Punica, and vLLM with distinct adapters, which the claims' rules
-    compare, also run with changed constants of the clock (--knobs). Punica with distinct and with
-    identical adapters also runs without host time."""
+    """Rows of the figure's cases. Punica, and vLLM with distinct adapters, also run with changed
+    constants of the clock (--knobs), because the claims' rules compare them. Punica with distinct
+    and with identical adapters also runs without host time."""
     sigma = flags.sigma or calibrated("sharegpt")
     cases = []
     for server, system, asked in itertools.product(servers, systems, POPULARITIES):
@@ -204,9 +207,11 @@ def measure(
 
 
 def rates(rows: Sequence[Row]) -> Values:
-    """SERVER_SYSTEM_POPULARITY: output tokens a second. SERVER_slowest_over_fastest: Punica's rate
-    with the slowest popularity over its rate with the fastest. SERVER_full_batches: the least
-    of Punica's rates over steps with a full batch, over popularities."""
+    """SERVER_SYSTEM_POPULARITY: output tokens a second.
+    SERVER_slowest_over_fastest: Punica's rate with the slowest popularity over its rate with the
+        fastest.
+    SERVER_full_batches: Punica's rate in steps with a full batch, minimum over popularities.
+    """
     numbers: dict[str, float | None] = {
         f"{row.server}_{row.system}_{row.popularity}": row.tokens_per_s for row in rows
     }
@@ -236,7 +241,7 @@ def values(rows: Sequence[Row], holds) -> Values:
 
 
 def table(_: TextFlags, rows: Sequence[Row]) -> str:
-    """Output tokens a second, with the mean batch in brackets."""
+    """A table of output tokens a second, with the mean batch in brackets."""
     lines = [f"{'output tokens/s (batch)':28}" + "".join(f"{name:>16}" for name in POPULARITIES)]
     found: dict[tuple[str, str], Mapping[str, Row]] = {}
     for row in rows:
@@ -264,7 +269,7 @@ def draw(_: TextFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def holds(found: Mapping[str, float], bounds: Mapping[str, tuple[float, float]]) -> bool:
-    """bounds: the paper's least and most rate of Punica, by server."""
+    """Whether the claim holds. bounds: the paper's least and most rate of Punica, by server."""
     return all(
         all(
             least * (1 - TOLERANCE) <= found[f"{server}_punica_{p}"] <= most * (1 + TOLERANCE)
@@ -281,8 +286,9 @@ def study(
     claim: str, here: str, differs: str, paper: Mapping[str, float | tuple[float, float]],
     minutes: tuple[float, float], size: tuple[float, float],
 ) -> Study[TextFlags, Row]:  # fmt: skip
-    """A study of the servers in `bounds`. For bounds see `holds`.
+    """A study of the servers in `bounds`.
 
+    bounds: see `holds`.
     paper: the paper's values beside Punica's rates.
     """
     of_punica: dict[str, float | tuple[float, float]] = {

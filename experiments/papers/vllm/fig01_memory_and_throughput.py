@@ -4,8 +4,8 @@
 
 The left panel shows the shares of OPT-13B's weights and of the KV cache in 40 GB. The right panels
 show KV memory in use and throughput over the batch, as the request rate rises. The existing system
-is Orca (Max), which reserves slots for the longest sequence for each request. vLLM allocates blocks
-as sequences grow.
+is Orca (Max), which reserves as many slots for each request as the longest sequence has. vLLM
+allocates blocks as sequences grow.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -23,8 +23,8 @@ from experiments.papers.vllm.opt import Case
 from experiments.papers.vllm.rates import TraceFlags
 from experiments.study import Run, Setting, Study, Values, jobs_flag
 
-# Percent of memory: token states, reserved, internal fragmentation, external fragmentation with
-# others. Oracle's 25.2 is in "reserved": with known output lengths there is no internal one.
+# Percent of memory: token states, reserved, internal fragmentation, external fragmentation and
+# others. Oracle's 25.2 is reserved: known output lengths leave no internal fragmentation.
 PAPER = {
     "orca_max": (20.4, 13.3, 57.3, 8.9),
     "orca_pow2": (26.8, 17.9, 13.6, 41.6),

@@ -95,7 +95,7 @@ def draw_tables(axes: Axes, shot: Snapshot, title: str, colour: Mapping[tuple, s
 
 
 def tables_of(figure: FigureBase, shots: Mapping[str, Snapshot]) -> None:
-    """Draws a panel for each snapshot. shots: by the panel's title."""
+    """Draws a panel for each snapshot. shots: snapshots by panel title."""
     owners = [key for shot in shots.values() for key in sequences(shot)]
     colour = {key: COLOURS[i % len(COLOURS)] for i, key in enumerate(dict.fromkeys(owners))}
     panels = figure.subplots(1, len(shots), squeeze=False)[0]
@@ -146,7 +146,7 @@ def fig03() -> Mechanism:
 
 
 def fig04() -> Mechanism:
-    """One scheduler and one set of block tables for several workers, each with its KV heads."""
+    """One scheduler and one set of block tables serve several workers, each with its KV heads."""
     workers = 2
     engine = engine_of(tensor_parallel=workers)
     engine.add_request(ids(A), sampling(), "A")
@@ -218,8 +218,8 @@ def fig05() -> Mechanism:
 
 
 def fig06() -> Mechanism:
-    """A's prompt and two generated tokens. A new block is allocated only when the last block is
-    full."""
+    """The block table of A during its prompt and two generated tokens. A new block is allocated
+    only when the last block is full."""
     shots = shots_of({"A": (A, sampling())})
     filled = [[count for _, count in table(shot, "A")] for shot in shots[:3]]
     titles = ("the prompt, 7 tokens", f"'{A_GOES_ON[0]}' fills a block", "and the next needs one")
@@ -235,7 +235,7 @@ def fig06() -> Mechanism:
 
 
 def fig07() -> Mechanism:
-    """Two running requests. Their blocks are scattered in one memory, and no block is shared."""
+    """The blocks of two running requests are scattered in one memory, and no block is shared."""
     shots = shots_of({"A": (A, sampling()), "B": (B, sampling())})
     together = next(s for s in shots if len(sequences(s)) == 2 and len(table(s, "A")) > 2)
     blocks = [block for name in "AB" for block, _ in table(together, name)]

@@ -3,8 +3,8 @@
     python -m experiments.papers.vllm.fig11_lengths
 
 The paper prints the means and plots the distributions. Lengths here are drawn from log-normals with
-these means, clipped to the model's context. Their one free parameter, sigma, is calibrated by
-fig13_batched_requests.
+these means, clipped to the model's context. fig13_batched_requests calibrates sigma, the one free
+parameter of the log-normals.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.vllm.fig12_latency_over_rate --panels=a,d
 
-Six panels: OPT-13B, 66B and 175B under the lengths of ShareGPT (a, b, c) and Alpaca (d, e, f). No
-parameter is fitted but the lengths' sigma, on OPT-13B at one rate (`fig13_batched_requests`).
+Six panels: OPT-13B, 66B and 175B under the lengths of ShareGPT (a, b, c) and Alpaca (d, e, f). The
+only fitted parameter is the lengths' sigma, at one rate of OPT-13B (`fig13_batched_requests`).
 A minute of Alpaca's arrivals is short for FasterTransformer: at its rates in panels e and f only 15
 to 60 requests arrive, and their lengths decide the sustained rate.
 """

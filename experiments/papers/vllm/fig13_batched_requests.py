@@ -6,9 +6,9 @@ Only the mean lengths of ShareGPT and Alpaca are published. Without --sigma, the
 of their log-normal is calibrated so that Orca (Oracle) has the paper's batch; the other systems'
 batches are predictions.
 
---causes also runs vLLM at the same sigma with one change at a time. The changes are no host time,
-the time of the host or of attention at ±20 %, a sixth of the trace, and a rate at which requests
-always wait. The batch depends on the wait for memory and on the time of a step.
+--causes also runs vLLM at the same sigma with one change at a time: no host time, the time of the
+host or of attention at ±20 %, a sixth of the trace, or a rate at which requests always wait. The
+batch depends on the wait for memory and on the time of a step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,14 +48,16 @@ class BatchFlags(TraceFlags):
 
 
 def calibrate(rows: Sequence[Row], dataset: str) -> float:
-    """The sigma at which Orca (Oracle) has the paper's batch. rows: Oracle's runs, by ascending
-    sigma."""
+    """The sigma at which Orca (Oracle) has the paper's batch.
+
+    rows: Oracle's runs, by ascending sigma.
+    """
     wanted = PAPER[dataset][ORACLE]
     return opt.crossing([row.sigma for row in rows], [row.batch for row in rows], wanted)
 
 
 def measure(flags: BatchFlags, run: Run) -> Iterator[Changed]:
-    """Runs whose change is CALIBRATION, a cause, or empty for the figure's own."""
+    """The runs. A run's change is CALIBRATION, a cause, or empty for the figure's own runs."""
 
     def batches(cases: Sequence[tuple[str, Case]]) -> Iterator[Changed]:
         return changed(run, opt.run, cases, flags.jobs)
@@ -94,7 +96,7 @@ def values(_: BatchFlags, rows: Sequence[Changed]) -> Values:
         numbers |= {f"batch_{policy}_{dataset}": row.batch for policy, row in found.items()}
         numbers[f"vllm_over_oracle_{dataset}"] = found["vllm"].batch / found[ORACLE].batch
         tried = [r.batch for r in rows if (r.dataset, r.change) == (dataset, CALIBRATION)]
-        # If the paper's batch is outside the range of the tried ones, sigma is not calibrated.
+        # Sigma is not calibrated if the paper's batch is outside the range of the tried batches.
         reached = not tried or min(tried) <= PAPER[dataset][ORACLE] <= max(tried)
         numbers[f"sigma_{dataset}"] = found[ORACLE].sigma if reached else None
         numbers |= {

@@ -7,15 +7,15 @@ beam search of several sizes. The lengths are synthetic, with the published mean
 made-up stories. As in the paper, the saving of a step is the number of blocks saved by sharing over
 the number of blocks without sharing. The saving of a case is the mean over its steps.
 
---length_scale below 1 shortens all lengths for a quick run. Scale --page_size by the same factor,
-or too few prompts fill a block. The program also writes genealogies.jsonl, with a line for each
-beam search:
+--length_scale below 1 shortens all lengths for a quick run. --page_size needs the same factor,
+because otherwise too few prompts fill a block. The program also writes genealogies.jsonl, with a
+line for each beam search:
 
     {"dataset", "width", "request_id", "prompt_tokens", "parents": "00 00 10 …"}
 
 "parents" has a word for each step, beginning with the step that ends the prompt. A word has a digit
-(of base 36) for each live beam, in descending order of scores. The digit is the index of the beam's
-parent among the beams before the step. Before the first step there is one beam.
+(of base 36) for each live beam, in descending order of scores: the index of the beam's parent among
+the beams before the step. Before the first step there is one beam.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +108,7 @@ def story_tokens(tokenizer, length: int, seed: int) -> list[int]:
 def make_requests(
     dataset: str, num_requests: int, sigma: float, limit: int, scale: float, seed: int, tokenizer
 ) -> list[Request]:
-    """Requests with stories as prompts, with the dataset's lengths times `scale`. Prompt and output
+    """Requests with stories as prompts. Lengths are the dataset's times `scale`; prompt and output
     have at most `limit` tokens together. Raises ValueError for a limit below 2 * scale + 2."""
     longest = min(PAPER_CONTEXT, int((limit - 2) / scale))  # both lengths may be rounded up
     if longest < 2:
@@ -206,8 +206,9 @@ def measure(flags: SharingFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: SharingFlags, rows: Sequence[Row]) -> Values:
-    """METHODn_saving: saving of n sequences with Alpaca's lengths. METHODn_saving_sharegpt: the
-    same with ShareGPT's lengths."""
+    """METHODn_saving: saving of n sequences with Alpaca's lengths.
+    METHODn_saving_sharegpt: saving of n sequences with ShareGPT's lengths.
+    """
     numbers = {}
     for row in rows:
         suffix = "" if row.dataset == "alpaca" else f"_{row.dataset}"

@@ -4,8 +4,7 @@
 
 LLaMA-13B translates sentences after an instruction with one example (80 tokens) or five (341).
 vLLM computes the prefix once and keeps its blocks; Orca (Oracle) computes and holds it for each
-request. The paper gives no lengths of WMT16's sentences; ours come from
-`synthetic_lengths`.
+request. The paper gives no lengths of WMT16's sentences; ours come from `synthetic_lengths`.
 """
 
 from collections.abc import Mapping

@@ -3,10 +3,10 @@
     python -m experiments.papers.vllm.fig17_chatbot
 
 OPT-13B answers the ends of conversations with ShareGPT's lengths. A prompt is the last 1,024 tokens
-of history and query; an answer has at most 1,024 tokens. Orca's buddy allocator then reserves
-chunks of one size for nearly all requests, whether the output length is known or not.
-The number of rounds in a conversation is our choice (`synthetic_lengths`); the paper says that most
-prompts reach 1,024 tokens.
+of history and query; an answer has at most 1,024 tokens. Orca's buddy allocator reserves chunks of
+one size for nearly all such requests, whether the output length is known or not. We chose the
+number of rounds in a conversation (`synthetic_lengths`); in the paper most prompts reach 1,024
+tokens.
 """
 
 from collections.abc import Mapping

@@ -4,9 +4,9 @@
 
 The kernel attends with OPT-13B's heads over batches of 8 and 32 sequences of 64 to 256 tokens in
 blocks of 16. On a GPU the program times the kernel, and XLA's attention over contiguous keys and
-values in place of FasterTransformer's. On every machine it predicts times from the launches and
-bytes (without block tables) of the kernel compiled for an A100 (`kernels`). The cost of paging is
-the difference between the predicted times with blocks of 16 and of 128 tokens.
+values in place of FasterTransformer's. On every machine the program predicts times from the
+launches and bytes (without block tables) of the kernel compiled for an A100 (`kernels`). The cost
+of small blocks is predicted with Llama-3-8B's heads, for blocks of 16 and of 128 tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,9 +85,10 @@ def measure(flags: KernelFlags, _) -> Iterator[Row]:
 def values(_: KernelFlags, rows: Sequence[Row]) -> Values:
     """Predicted and measured numbers.
 
-    predicted_percent_of_tables: bytes of block tables in percent of `bytes`, the largest row's.
+    predicted_percent_of_tables: bytes of block tables in percent of `bytes`, largest of all rows.
     predicted_percent_blocks_of_16_over_128: time that small blocks add.
-    predicted_*_us_*: times of a call. percent_*: measured time above contiguous attention.
+    predicted_*_us_*: bounds of a call's time at the longest context.
+    percent_*: measured time above contiguous attention, least and most of all rows.
     """
     small, large = (kernels.compiled(TARGET, OP, name, KERNEL).us for name in BLOCKS.values())
     numbers: dict[str, float | None] = {

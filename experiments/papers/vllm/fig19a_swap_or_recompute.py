@@ -34,7 +34,7 @@ class SwapFlags(Flags):
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds to bring one sequence back. swap_ms: swap out plus swap in."""
+    """Milliseconds to restore one sequence. swap_ms: swap out plus swap in."""
 
     block_size: int
     swap_out_ms: float

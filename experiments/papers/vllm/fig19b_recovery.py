@@ -2,14 +2,15 @@
 
     python -m experiments.papers.vllm.fig19b_recovery
 
-OPT-13B serves ShareGPT's lengths near its sustained rate, so that requests are preempted. They
-resume by recomputation, or by swapping in: a start for each copy, and the bytes over PCIe, as in
-fig19a_swap_or_recompute. Of the reasons why small and large blocks are slow (fig18b_block_size),
-only partly empty blocks are simulated.
+OPT-13B serves ShareGPT's lengths near its sustained rate, so that requests are preempted. Preempted
+requests resume by recomputation or by swapping in. A swap takes the start of each copy and the
+transfer over PCIe, as in fig19a_swap_or_recompute. Of the two effects of the block size in
+fig18b_block_size, only partly empty blocks are simulated.
 
 While requests are swapped out no new requests are admitted. In the published code of vLLM's authors
-admission resumes when all swapped requests run again; in §4.5, when all swapped requests have
-ended ('completed'), which leaves much memory idle. Runs that follow the code decide the claim.
+admission resumes when all swapped requests run again. In §4.5 admission resumes when all swapped
+requests have ended ('completed'), which leaves much memory idle. Runs that follow the code decide
+the claim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from experiments.study import Run, Setting, Study, Values
 MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
 COMPLETED = "completed"
 SMALL, MIDDLE, LARGE = (1, 2, 4, 8), (16, 32, 64), (64, 128, 256)
-NEAR = 1.2  # largest ratio of latencies with blocks of the middle sizes
+NEAR = 1.2  # largest ratio of swapping's and recomputation's latencies, MIDDLE blocks
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RecoveryFlags(TraceFlags):
         tuple(2**i for i in range(9)), "tokens of a block", least=1, most=opt.CONTEXT
     )
     completed: tuple[int, ...] = flag(
-        (1, 16, 256), "those with which requests also wait until swapped ones have ended", least=1,
+        (1, 16, 256), "block sizes also run with requests waiting for swapped ones to end", least=1,
         most=opt.CONTEXT, none=True,
     )  # fmt: skip
     rate: float = flag(2.0, "requests/s", above=0)
@@ -58,7 +59,7 @@ def measure(flags: RecoveryFlags, run: Run) -> Iterator[Row]:
 
 
 def by_mode(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
-    """Rows by mode, or COMPLETED, and by block size."""
+    """Rows by mode (of MODES, or COMPLETED), then by block size."""
     found: dict[str, dict[int, Row]] = {mode: {} for mode in (*MODES, COMPLETED)}
     for row in rows:
         words = row.admit_after_swap == COMPLETED
@@ -67,9 +68,10 @@ def by_mode(rows: Sequence[Row]) -> dict[str, dict[int, Row]]:
 
 
 def values(_: RecoveryFlags, rows: Sequence[Row]) -> Values:
-    """MODE_SIZE_s: normalised latencies.
+    """MODE_SIZE_s: normalised latency.
     MODE_over_recompute_SIZE: latency of swap or completed over latency of recompute.
-    preemptions_least: least number of preemptions of a run."""
+    preemptions_least: least number of preemptions of a run.
+    """
     found, numbers = by_mode(rows), dict[str, float | None]()
     for mode, runs in found.items():
         numbers |= {f"{mode}_{size}_s": row.latency_s for size, row in runs.items()}

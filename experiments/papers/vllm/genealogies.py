@@ -1,4 +1,4 @@
-"""The parents of beams: reading from an event log, and the notation of genealogies.jsonl."""
+"""The parents of beams, read from an event log or in the notation of genealogies.jsonl."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence

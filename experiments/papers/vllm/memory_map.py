@@ -3,8 +3,8 @@
     python -m experiments.papers.vllm.memory_map
 
 The program serves a few requests in a cache too small for all, and draws the physical blocks over
-the steps. A request arrives every --interval steps. Each request has a colour, and each of
-its sequences a shade. Shared blocks are hatched, and darker with more owners. Blocks that only the
+the steps. A request arrives every --interval steps. Each request has a colour, and each of its
+sequences a shade. Shared blocks are hatched, and darker with more owners. Blocks that only the
 prefix cache keeps are grey. The lower panel shows the host's blocks, with swapped-out sequences.
 
 --requests are
@@ -148,8 +148,8 @@ def colours(requests: Sequence[str]) -> dict[str, tuple[float, float, float]]:
 
 
 def shade(colour: tuple[float, float, float], owners: Sequence[Owner]) -> tuple:
-    """The colour of a block. With one owner the shade depends on the owner's sequence. With several
-    owners it is darker the more owners there are."""
+    """The colour of a block. A block with one owner has the shade of the owner's sequence. A block
+    with several owners is darker the more owners it has."""
     hue, light, saturation = colorsys.rgb_to_hls(*colour)
     if len(owners) > 1:
         light *= max(0.3, 0.9 - 0.12 * len(owners))

@@ -171,7 +171,7 @@ def ancestry(width: int) -> RecordedAncestry:
 
 
 def sampling_of(case: Case) -> SamplingParams:
-    """The sampling of a case. Orca cannot fork sequences: beams run as parallel samples (§4.4)."""
+    """The sampling of a case. Orca cannot fork sequences (§4.4); its beams are parallel samples."""
     if case.beam_width > 1 and case.policy == "vllm":
         return SamplingParams(beam_width=case.beam_width, n=1)
     if (count := max(case.beam_width, case.best_of)) > 1:
@@ -180,7 +180,7 @@ def sampling_of(case: Case) -> SamplingParams:
 
 
 def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Engine:
-    """The engine of a case. declare: returns the clock, called like `StepCost.declare`."""
+    """The engine of a case. declare: returns its clock; arguments as of `StepCost.declare`."""
     server = SERVERS[case.server]
     model, beams = server.config, case.beam_width if case.policy == "vllm" else 1
     # A static batch has only requests that begin in one step.

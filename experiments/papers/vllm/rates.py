@@ -25,12 +25,12 @@ LEAST = 1e-3
 STEP = 1.6  # factor between rates until the latency is reached
 BISECTIONS = 2
 COMPARED = ("orca_oracle", "vllm")  # systems that are also swept with changed constants
-NEAR = 1.25  # STEP of sweeps with changed constants, which start at the unchanged sustained rate
+NEAR = 1.25  # STEP of sweeps with changed constants; they start at the unchanged sustained rate
 
 
 @dataclass(frozen=True)
 class TraceFlags(Flags):
-    """Flags of requests by a dataset's lengths."""
+    """Flags of a study whose requests have a dataset's lengths."""
 
     sigma: float = flag(
         0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
@@ -52,8 +52,11 @@ class RateFlags(TraceFlags):
 
 @dataclass(frozen=True)
 class Changed(Row):
-    """A run. change: the changed constant of the clock (`knobs.CHANGES`) or another change; empty
-    for the figure's own runs."""
+    """A run.
+
+    change: the changed constant of the clock (`knobs.CHANGES`) or another change; empty for the
+        figure's own runs.
+    """
 
     change: str = ""
 
@@ -61,7 +64,7 @@ class Changed(Row):
 def changed(
     run: Run, make: Callable[..., Row], cases: Sequence[tuple[str, Case]], jobs: int, *first: Any
 ) -> Iterator[Changed]:
-    """Runs of pairs of a change and its case, by `Run.at_once`."""
+    """Runs the cases by `Run.at_once`. cases: pairs of a change and the changed case."""
     rows = run.at_once(make, [case for _, case in cases], jobs, *first)
     for (change, _), row in zip(cases, rows):  # fewer rows if the run is stopped
         yield Changed(**vars(row), change=change)
@@ -90,7 +93,7 @@ def sweep(
     while (rows[-1].latency_s < latency_s) == upwards:
         rate = rows[-1].rate * (step if upwards else 1 / step)
         if rate < LEAST:
-            raise Refused(f"{case.policy} of {case.server} is always above {latency_s} s/token")
+            raise Refused(f"{case.policy} of {case.server} exceeds {latency_s} s/token at any rate")
         rows.append(run(replace(case, rate=round(rate, 4))))
     below, above = sorted(rows[-2:], key=lambda row: row.rate)
     for _ in range(bisections):
@@ -104,7 +107,10 @@ def panel(
     run: Callable[[Case], Row], cases: Sequence[Case], latency_s: float, vary: bool
 ) -> list[Point]:
     """The sweeps of all systems. The first sweep starts at its case's rate, each later sweep at the
-    previous system's sustained rate. vary: also sweep COMPARED with changed constants."""
+    previous system's sustained rate.
+
+    vary: whether COMPARED are also swept with changed constants.
+    """
     points: list[Point] = []
     rate = cases[0].rate
     for case in cases:

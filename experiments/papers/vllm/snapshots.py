@@ -1,4 +1,4 @@
-"""Owners of KV blocks at each step of a run, and small engines to observe."""
+"""Owners of KV blocks at each step of an engine's run, and a small engine for such runs."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -68,7 +68,7 @@ class Snapshot:
 
 def _add(owners: dict[int, list[Owner]], blocks: np.ndarray, request: str, index: int, filled):
     for logical, block in enumerate(blocks.tolist()):
-        if block == NULL_BLOCK:  # no longer held by the sequence
+        if block == NULL_BLOCK:  # the sequence no longer holds this block
             continue
         owner = Owner(request, index, logical, int(filled[logical]))
         owners.setdefault(block, []).append(owner)

@@ -5,8 +5,8 @@ Other methods are settings of this policy:
     uniform quantisation     thresholds of 0
     H2O, SnapKV              their own rules, and a budget
     KIVI                     keys quantised by channel
-    QAQ (arXiv:2403.04643)   `outliers`, and a lowest alpha of 0. All tokens are kept. Tokens with
-                             less attention have fewer bits
+    QAQ (arXiv:2403.04643)   `outliers`, and a lowest alpha of 0, so that all tokens are kept.
+                             Tokens with less attention have fewer bits
     LServe, DuoAttention     gates. KV heads with low gates stream
 
 (Not checked against QAQ's paper.) QAQ computes the bits of a key and of a value by separate

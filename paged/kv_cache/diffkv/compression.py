@@ -99,8 +99,8 @@ class Keeper(Protocol):
     def of_prompts(
         self, sums_TxK, positions_T, lengths_T, alpha, budget
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The kept tokens of prompts. Returns (for each precision, a mask [T, K] bool of the tokens
-        kept in it; scores [T, K] float32).
+        """The kept tokens of prompts. Returns (masks, scores): for each precision a mask [T, K]
+        bool of the tokens kept in that precision, and the scores [T, K] float32.
 
         sums: [T, K] float32, sums of `prompt_attention` with `Rules.prompt_scores`.
         positions: [T] int32 from 0. Tokens of a prompt are consecutive.
@@ -123,11 +123,11 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """A `Keeper` by scores.
+    """A `Keeper` that decides by scores.
 
     window: tokens at the end of a sequence that stay in the highest precision, at least 2. H2O's
         window is half of its budget instead.
-    prompt, generation: rules, see the module.
+    prompt, generation: rules that the module's docstring describes.
     budgeted: whether a budget, not alpha, decides which tokens of a prompt are kept.
     """
 
@@ -151,8 +151,8 @@ class Rules:
         return self.generation in ("repository", "h2o")
 
     def recent(self, budget, lengths):
-        """Size of the window of sequences of `lengths` tokens. The window's tokens are the last
-        ones, all in the highest precision."""
+        """Size of the window of sequences of `lengths` tokens: the last tokens, all in the highest
+        precision."""
         if self.generation != "h2o":
             return self.window
         return jnp.maximum(budget_tokens(budget, lengths) // 2, 2)
@@ -245,8 +245,8 @@ def _ranks(scores_TxK, first_T):
 
 
 def least(means, places, rows, before: tuple[jax.Array, jax.Array]):
-    """The running minimum of each row, (mean, place) [R, ...]: `before` is updated with means
-    [n, ...] at `places` of rows [n]. Among equal means, the smallest place wins."""
+    """Update `before`, the running minimum (mean, place) [R, ...] of each row, with means [n, ...]
+    at `places` of rows [n]. Among equal means, the smallest place wins."""
     mean, place = before
     new = mean.at[rows].min(means)
     place = jnp.where(new < mean, jnp.iinfo(jnp.int32).max, place)

@@ -131,7 +131,7 @@ class DiffKVDevice:
 
     def _whole_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
                        cache: DiffKVCache):  # fmt: skip
-        """(attention [T, H, D], cache), if all prompts of the step begin and end in it."""
+        """Returns (attention [T, H, D], cache), for a step in which all prompts begin and end."""
         out, sums = prompt_attention(
             self._scoring(q_TxHxD), k_TxKxD, v_TxKxD, inputs.query_starts, **self._how(window),
             schedule=plan.schedule, implementation=self.implementation,
@@ -142,7 +142,7 @@ class DiffKVDevice:
 
     def _chunks_of_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
                            cache: DiffKVCache):  # fmt: skip
-        """(attention [T, H, D], cache), if a prompt has tokens in the stage or ends later."""
+        """Returns (attention [T, H, D], cache), for a step that needs the stage."""
         assert plan.chunks is not None and cache.stage is not None
         staged = Staged(cache.stage, layer, k_TxKxD, v_TxKxD, plan.chunks, inputs)
         kernels = self.implementation not in ("reference", "xla")
@@ -203,7 +203,7 @@ class DiffKVDevice:
         for level, (kept, format) in enumerate(zip(masks, layout.formats, strict=True)):
             kept &= places.live[:, None]
             sums = jnp.cumsum(jnp.pad(kept, ((1, 0), (0, 0))), axis=0, dtype=jnp.int32)
-            before_row = sums[places.starts]  # [Sp, K] kept tokens
+            before_row = sums[places.starts]  # [Sp, K] kept tokens of earlier prompts
             rank = sums[1:] - 1 - before_row[row]
             if level == 0:
                 rank = self.keeps.places(streams, positions, rank)
@@ -243,7 +243,7 @@ class DiffKVDevice:
         )
 
     def _remember(self, cache: DiffKVCache, slots, heads, found: Found, counts=None):
-        """The cache with `found` and, for prompts, `counts` [S, K, …] of a layer's heads."""
+        """Write `found` and, for prompts, `counts` [S, K, …] of a layer's heads into the cache."""
         at = slots[:, None], heads
         kept = Found(*(x.at[at].set(new, mode="drop") for x, new in zip(cache.found, found)))
         cache = replace(cache, found=kept)
@@ -254,8 +254,8 @@ class DiffKVDevice:
     def _decode(
         self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan, window
     ):
-        """(attention [Sd, H, D], cache). The new token is written to the highest precision, the
-        token that it replaces to a lower one, and so on (§4, generation phase)."""
+        """Returns (attention [Sd, H, D], cache). The new token is written to the highest precision,
+        the replaced token to a lower precision, and so on (§4, generation phase)."""
         S, K, D = k_SxKxD.shape
         layout, N, R = self.layout, len(cache.words), S * K
 
@@ -380,7 +380,8 @@ class DiffKVDevice:
         return replace(cache, **jax.tree.map(put, cache.by_page, content))
 
     def copy_units(self, cache: DiffKVCache, pool: str, sources, destinations) -> DiffKVCache:
-        """Copies pinned prefixes. Each page has one owner, so `copy_slots` copies pages instead."""
+        """Copy between the stage and pinned prefixes. A page has one owner: only `copy_slots`
+        copies pages."""
         if pool != PREFIXES:
             return cache
         assert cache.stage is not None and cache.pinned is not None

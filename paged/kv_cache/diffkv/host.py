@@ -49,7 +49,7 @@ class Row(NamedTuple):
     """A slot of a step in flight.
 
     owner: number of the slot's owner in that step; see `DiffKVHost._owners`.
-    source: the slot with the sequence's state in that step: a fork's parent.
+    source: slot with the sequence's state in that step; differs from `slot` for forks.
     num_tokens: tokens at the step's end.
     """
 
@@ -85,8 +85,8 @@ def pools_of(layout: DiffKVLayout, model: ShardedModel) -> tuple[Pool, ...]:
 
 
 def sizes(config: CacheConfig, model: ShardedModel) -> Sizes:
-    """A row of `tables` has the number of tokens to prefill if prompts come in chunks, else
-    nothing."""
+    """A row of `tables` is the number of tokens to prefill if prompts come in chunks, else it is
+    empty."""
     layout = layout_of(config, model)
 
     def fits(num_tokens: int, num_sequences: int) -> bool:
@@ -133,8 +133,8 @@ class DiffKVHost(HostPolicy):
         return self._sizes.fits(num_tokens, num_sequences)
 
     def _bounds(self, slots, num_tokens):
-        """Most pages that `num_tokens` of `slots` need: the smallest of three bounds, from the last
-        report, from the reserved pages, and of the worst case."""
+        """Most pages that `slots` need for `num_tokens` each: the smallest of the bounds from the
+        last report, from the reserved pages and from the worst case."""
         layout, more = self.layout, num_tokens - self._settled[slots]
         near = np.clip(more, 1, layout.horizon) - 1
         taken = np.where(more <= layout.horizon, self._needs[slots, near], layout.growth(more))
@@ -163,8 +163,8 @@ class DiffKVHost(HostPolicy):
             self.bound[slots] = self._bounds(slots, self._room[slots])
 
     def _prefill(self, sequence: Sequence) -> int:
-        """Number of tokens to prefill. Replayed output is decoded instead, and so is the last token
-        of several beams."""
+        """Number of tokens to prefill. Replayed output is decoded instead. If a beam search has
+        several beams, the last token of each beam is decoded, too."""
         group = sequence.group
         beams = group.search is not None and len(group.sequences) > 1 and not self._can.replays
         return len(sequence.prefill_tokens(self._can.replays)) - beams
@@ -191,7 +191,7 @@ class DiffKVHost(HostPolicy):
         return len(self._pinned)
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
-        """Copy the stage to a new pin, of the whole tiles before the prompt's last two tokens."""
+        """Pin the whole tiles before the prompt's last two tokens, by a copy of the stage."""
         self._pinned.append(Pinned(tokens[: self._can.pinned_tokens(len(tokens))], root))
         self.moves.copies[PREFIXES] += [(0, self.num_pinned)]
 
@@ -201,9 +201,8 @@ class DiffKVHost(HostPolicy):
     def _pin_of(self, sequence: Sequence) -> tuple[int, int]:
         """(number, tokens) of the longest pinned prefix of a sequence; (0, 0) if it has none.
 
-        (0, 0) also if requested log-probabilities of the prompt are not computed yet, and for all
-        but the first unfinished sequence of a group: an earlier sequence may take the stage in the
-        same step."""
+        Also (0, 0) if the group still misses log-probabilities of the prompt, and for all but the
+        group's first unfinished sequence, which may take the stage in the same step."""
         group, best = sequence.group, (0, 0)
         if not self._pinned or group.misses_prompt_logprobs or sequence is not group.unfinished[0]:
             return best
@@ -227,13 +226,13 @@ class DiffKVHost(HostPolicy):
         self._room[slots] = np.maximum(num_tokens, self._room[slots])
 
     def fork(self, parent: int, child: int) -> None:
-        assert not self._in_flight, "beams are forked when their step has been taken in"
+        assert not self._in_flight, "beams are forked after the report of their step"
         self.moves.copy_slot(parent, child)
         self._known[:, child] = self._known[:, parent]
         self._needs[child] = self._needs[parent]
 
     def advance(self, number: int, slots, starts, ends) -> None:
-        assert (ends <= self._room[slots]).all(), "rows compute more than they were promised"
+        assert (ends <= self._room[slots]).all(), "rows compute more tokens than they have room for"
         assert self._has_room(0), "the device may run out of pages"
         rows = np.flatnonzero(ends > starts)  # a fork's slot may have no state yet
         slots, ends = slots[rows], ends[rows]
@@ -261,7 +260,7 @@ class DiffKVHost(HostPolicy):
         )
 
     def swap_out(self, slots: list[int]) -> list[Swapped]:
-        assert not self._in_flight, "what a slot holds is known when its last step is taken in"
+        assert not self._in_flight, "a slot's pages are known after the report of its last step"
         swapped = []
         for slot in slots:
             units = self._host_pool.allocate(int(self._held[slot]))
@@ -306,7 +305,7 @@ class DiffKVHost(HostPolicy):
     def usage(self) -> Usage:
         """The used pages are the sum of all bounds. A page has one place for each token of the
         highest precision that it can hold. Tokens of lower precision take less than a place, and
-        dropped tokens none, so there can be fewer places than tokens; then all are
+        dropped tokens none. So there can be fewer places than tokens; then all places are
         `token_states`."""
         P, heads = self.layout.formats[0].tokens, self.layout.all_heads
         used, computed, room = (int(x.sum()) for x in (self.bound, self._computed, self._room))
@@ -338,7 +337,7 @@ class DiffKVHost(HostPolicy):
             return {}
         ended = contexts >= self._prompt[slots]  # staged prompts keep or drop nothing yet
         slots, contexts = slots[ended], contexts[ended]
-        # Slots without an owner still have the numbers of their last owner.
+        # Free slots have stale numbers in the report.
         kept = np.asarray(report["kept"])[:, slots].sum((0, 1)) / self._all_heads
         # `kept` is reversed, the lowest precision first: with two precisions there is no top.
         gauges = dict(zip(("low_tokens", "high_tokens", "top_tokens"), kept[::-1].tolist()))

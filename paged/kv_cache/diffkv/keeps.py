@@ -1,17 +1,17 @@
-"""Which tokens each KV head keeps. A `Keeper` decides by score (`compression.Rules`), by age
-(`Rest`) or, in streaming heads, by position. By age and by position, the precision and place of
-each token depend only on the number of tokens.
+"""The tokens that each KV head keeps. A `Keeper` decides by score (`compression.Rules`), by age
+(`Rest`) or by position (`StreamingHeads`). By age or by position, the precision and place of each
+token depend only on the number of tokens.
 
-KIVI (arXiv:2402.02750): the newest tokens (the rest; the paper's residual) are in 16 bits, all
-others in few bits. Keys have a scale for each channel and group of tokens, values for each token
-and group of channels.
+KIVI (arXiv:2402.02750): the newest tokens (the rest; the paper's residual) are in 16 bits, older
+tokens in few bits. Keys have a scale for each channel and group of tokens. Values have a scale for
+each token and group of channels.
 
-The rest is a ring of whole groups in the highest precision. A new token replaces the oldest one. If
-the oldest token is the first of its group, the whole group is quantised and written. The group's
+The rest is a ring of whole groups in the highest precision. A new token replaces the oldest token.
+If the oldest token is the first of its group, the whole group is quantised and written. The group's
 other tokens are read unquantised until they are replaced.
 
 So a rest of R tokens always holds the newest R keys and values. In the paper R values are
-unquantised, too, but between 0 and R - 1 keys. No token is dropped. The state after a prompt
+unquantised, too, but only 0 to R - 1 keys. No token is dropped. The state after a prompt
 equals the state after generating the same tokens.
 
 Streaming heads (LServe §3.3, DuoAttention) keep a sink and the last tokens, whatever their scores,
@@ -54,7 +54,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Rest:
-    """A `Keeper` by age.
+    """A `Keeper` that decides by age.
 
     tokens: R, a multiple of the group.
     group: t, tokens that are quantised together.
@@ -89,8 +89,7 @@ class Rest:
         return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
 
     def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
-        # In a full rest, a new token replaces the oldest one, which then belongs to the lower
-        # precision.
+        # In a full rest, a new token replaces the oldest token, which moves to the lower precision.
         positions = jnp.broadcast_to(positions, kept.shape)
         full = positions >= self.tokens
         arrives = jnp.stack([jnp.ones_like(full), full], -1)
@@ -145,7 +144,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class StreamingHeads:
-    """A `Keeper` by position.
+    """A `Keeper` that decides by position.
 
     by_shard: [shards][L * K] whether each head of a shard streams.
     sink, local: number of first and of last tokens that a streaming head keeps.
@@ -197,14 +196,14 @@ class StreamingHeads:
 
 @dataclass(frozen=True)
 class Keeps:
-    """The methods of a `Keeper` for all heads. Their first argument: whether each head streams.
+    """The methods of a `Keeper` for all heads, with a first argument `streams`.
 
     rules: rules of heads that do not stream.
     streaming: rules of streaming heads; None if no head streams.
     rest: KIVI's rest; None if `rules` decide. The newest tokens are in the highest precision, all
         others in the lower one.
 
-    The methods' `streams` [...] bool: whether each head streams; None if no head streams.
+    `streams` [...] bool: whether each head streams; None if no head streams.
     """
 
     rules: Rules

@@ -127,8 +127,7 @@ class DiffKVLayout:
         return np.where(num_tokens > 0, pages, 0)
 
     def worst_of_head(self, num_tokens):
-        """Most pages of a dense head for `num_tokens`, at least 1 token. With a rest, the exact
-        number of pages."""
+        """Most pages of a dense head for `num_tokens` >= 1; with a rest, the exact number."""
         if self.rest:
             both = zip(self.rest.split(num_tokens), self.formats)
             return sum(-(-n // format.tokens) for n, format in both)
@@ -182,7 +181,7 @@ class DiffKVLayout:
             return (xp.maximum(tokens - highest, 0) + sizes[0] - 1) // sizes[0]
 
         # The worst case begins at most one page of each lower precision: a second page would take
-        # more tokens than a page of the highest. It fills the fullest last pages first.
+        # more tokens than a page of the highest precision. Fullest last pages are filled first.
         needs, taken = of_highest(more), 0
         for number, of_lower in enumerate(xp.moveaxis(xp.sort(room[..., 1:]), -1, 0), 1):
             taken = taken + of_lower[..., None] + 1
@@ -204,9 +203,9 @@ class DiffKVLayout:
 
         A prompt attends to its own unquantised keys and values, and is compressed afterwards. A
         generated token reads the `kept` tokens, adds to their scores, and moves at most one token
-        of each head to a lower precision. Layers with a window read all kept tokens, as positions
-        are stored beside them. The number of kept tokens in the window is unknown, so operations
-        are computed for a full window."""
+        of each head to a lower precision. Layers with a window read all kept tokens, because their
+        positions are stored beside them. The number of kept tokens in the window is unknown, so
+        operations are computed for a full window."""
         heads, decodes, prompts = self.attention, new_tokens == 1, new_tokens > 1
         if kept is None:
             kept = self.uncompressed(contexts) / self.all_heads

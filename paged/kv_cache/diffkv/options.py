@@ -50,7 +50,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Each field has its description. Defaults are the paper's; alpha is for Llama3-8B.
+    """Fields carry their help texts. Defaults are the paper's; alpha is for Llama3-8B.
 
     Raises ValueError as `GatedOptions` does, and for thresholds that are not a pair.
     """
@@ -78,7 +78,7 @@ class Options(GatedOptions):
     )
     groups: int = described(
         1,
-        "scales of a token's keys, each for D / groups channels; its values have as many",
+        "scales of a token's keys, and of its values, each for D / groups channels",
         least=1,
     )
     window: int = described(
@@ -90,14 +90,15 @@ class Options(GatedOptions):
     )
     prompt_rule: Literal["paper", "repository", "h2o", "snapkv", "kivi"] = described(
         "paper",
-        "queries whose attention makes a prompt token's significance: all later ones (paper), "
-        "these and its own (h2o), the last 64 (repository), the window's (snapkv), none (kivi)",
+        "queries whose attention makes a prompt token's significance: all later queries (paper), "
+        "those and the token's own (h2o), the last 64 (repository), the window's (snapkv), none "
+        "(kivi)",
     )
     generation_rule: Literal["paper", "repository", "h2o", "keep", "kivi"] = described(
         "paper",
-        "token that may be moved down or dropped when one is added: the candidate, then a victim "
-        "(paper, Algorithm 1), the least significant one (repository; h2o above its budget), none "
-        "(keep), the oldest of the window, to low precision (kivi)",
+        "token that may be moved down or dropped when a token is added: the candidate, then a "
+        "victim (paper, Algorithm 1), the least significant one (repository; h2o above its "
+        "budget), none (keep), the oldest of the window, to low precision (kivi)",
     )
     key_group: int = described(
         0,
@@ -141,8 +142,8 @@ class Options(GatedOptions):
     )
     pins: int = described(
         0,
-        "prefixes that pin_prefix keeps as they are, each with room for max_model_len tokens; "
-        "prompts go on from their whole tiles",
+        "prefixes that pin_prefix keeps unquantised, each with room for max_model_len tokens; "
+        "prompts reuse a prefix up to its last whole prompt_tile",
         least=0,
         below=2**15,
     )
@@ -211,8 +212,8 @@ class Options(GatedOptions):
             if of_level.tokens < of_above.tokens:
                 raise ValueError(
                     f"{level.name} ({level.format}) must take no more memory than {above.name} "
-                    f"({above.format}): a page of {of_above.tokens} tokens of that holds "
-                    f"{of_level.tokens} of the other"
+                    f"({above.format}): a page holds {of_above.tokens} tokens of {above.format}, "
+                    f"{of_level.tokens} of {level.format}"
                 )
         return formats
 
@@ -270,7 +271,7 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
 
 
 def _check_kivi(options: Options) -> None:
-    """Raises ValueError if an option of KIVI is missing, or is combined with another method's."""
+    """Raises ValueError if an option of KIVI is missing, or if another method's option is set."""
     rules = options.prompt_rule, options.generation_rule
     if rules != ("kivi", "kivi") or not options.key_group:
         raise ValueError(

@@ -63,8 +63,8 @@ def init(
 def allocate_prompts(pages: Pages, slots_S, counts) -> Pages:
     """The prompt workflow's first allocation: the most pages that can remain after compression.
 
-    Each head of an empty slot gets `counts` pages, from the left end of its row. `held` has them as
-    pages of the highest precision. Prompts are written to the pages of `allocated_column`.
+    Each head of an empty slot gets `counts` pages, from the left end of its row. `held` counts all
+    of them in the highest precision. Prompts are written to the pages at `allocated_column`.
 
     slots: [S] int32, num_slots for an unused row.
     counts: [S] int32 pages of each head, or [S, H] by head.

@@ -1,9 +1,10 @@
-"""Page selection for generated tokens. A head reads all of its pages, or the pages of any precision
-with the largest score bounds (LServe §3.5, Quest).
+"""Page selection for generated tokens. A head reads all of its pages, or the pages with
+the largest score bounds, whatever their precision (LServe §3.5, Quest).
 
-Each `logical` tokens of a page share key extremes. So pages of lower precision, which hold more
-tokens, do not have looser bounds. Extremes are not narrowed when a token leaves its page; they
-remain valid bounds. The page of the new token is always read. Tokens of unread pages get no score.
+Groups of `logical` tokens in a page share key extremes. So pages of lower precision, which hold
+more tokens, do not have looser bounds. When a token leaves its page, the extremes stay as they are
+and remain valid bounds. The page of the new token is always read. Tokens of unread pages get no
+score.
 """
 
 from collections.abc import Sequence

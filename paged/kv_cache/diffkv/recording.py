@@ -23,8 +23,8 @@ ROUNDING = 1e-6  # tolerance for sums of rounded token counts
 @dataclass(frozen=True)
 class Recording:
     """Kept tokens for every length. Sequences of up to `window` tokens are kept whole in high
-    precision. Between recorded lengths, token counts are interpolated. Above N tokens, the kept
-    shares are those for N tokens.
+    precision. Between recorded lengths, token counts are interpolated. Above N tokens, heads keep
+    the same share of tokens as at N tokens.
 
     prompt, generated: [N + 1, L, K, 2] number of tokens that a head keeps of 0 … N tokens, in both
         precisions together and in low precision.
@@ -42,7 +42,9 @@ class Recording:
             found = {(each["alpha_h"], each["alpha_l"]): each for each in stored["recorded"]}
             wanted = options.alpha_h, options.alpha_l
             if wanted not in found:
-                raise ValueError(f"alpha_h and alpha_l are {list(found)}, not {wanted}")
+                raise ValueError(
+                    f"the recorded alpha_h and alpha_l are {list(found)}, not {wanted}"
+                )
             for name, value in stored["options"].items():
                 if value != getattr(options, name):
                     raise ValueError(f"{name} is {value!r}, not {getattr(options, name)!r}")
@@ -72,7 +74,9 @@ class Recording:
             curves.append(np.stack([total, np.concatenate([0 * begin, low])], -1))
         grown = np.diff(curves[1], axis=0) / np.diff(grid)[:, None, None, None]
         if (grown < 0).any() or (grown[..., 0] > 1 + ROUNDING).any():
-            raise ValueError("tokens come one by one: a head's cannot grow by more, or get fewer")
+            raise ValueError(
+                "with each token, a head must keep as many tokens as before, or one more"
+            )
         tokens = np.arange(grid[-1] + 1)
         after = np.clip(np.searchsorted(grid, tokens), 1, len(grid) - 1)
         before = after - 1

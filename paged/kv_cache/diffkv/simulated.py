@@ -15,15 +15,16 @@ from paged.kv_cache.policy import CacheConfig, ShardedModel
 
 
 class SimulatedPages:
-    """Heads by class. All heads of a class keep the same numbers of tokens. The last class has the
-    streaming heads.
+    """The simulated pages of a shard. Heads of a class keep equal numbers of tokens. The last class
+    has the streaming heads.
 
-    prompts, ends: [num_slots] computed prompt tokens of each slot, and all computed tokens.
+    prompts: [num_slots] computed prompt tokens of each slot.
+    ends: [num_slots] all computed tokens of each slot.
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel, recorded: str = ""):
-        """recorded: path of a `Recording`, or "". Raises ValueError if the file lacks the
-        thresholds."""
+        """recorded: path of a `Recording`, or "". Raises ValueError if the file does not match the
+        options."""
         self._layout, self._options = layout_of(config, model), config.policy_options
         layout, options = self._layout, self._options
         self._known = np.zeros((2, layout.num_slots), np.int64)
@@ -36,7 +37,7 @@ class SimulatedPages:
             if layout.levels != 2:
                 raise ValueError("compression is recorded in two precisions, not with --diffkv_top")
             self._recording = Recording.read(recorded, options)
-        # The shard with the fewest streaming heads.
+        # Simulate the shard with the fewest streaming heads.
         streams = np.array(min(layout.streaming.by_shard, key=sum)) if layout.streaming else None
         num_streaming = 0 if streams is None else int(streams.sum())
         of_class = np.array([layout.all_heads - num_streaming])
@@ -94,7 +95,7 @@ class SimulatedPages:
         return np.einsum("c,sci->si", self._heads, kept)
 
     def _update(self, slots: np.ndarray | list[int]) -> None:
-        """The token counts of `slots` have changed."""
+        """Recompute the kept tokens of `slots`, whose token counts have changed."""
         if len(slots):
             self._kept[slots] = self._kept_of(self.prompts[slots], self.ends[slots])
 

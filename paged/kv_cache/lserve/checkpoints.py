@@ -1,8 +1,8 @@
 """Checkpoints: windows of streaming heads at the ends of prefixes, kept for later prompts.
 
 A prompt can continue a cached prefix only if streaming heads have the blocks that its next query
-reads: the sink and the local pages before the query's own. A checkpoint references these blocks.
-They are full or pinned, so no sequence writes them again. If windows need memory, unpinned
+reads: the sink and the local pages before the query's page. A checkpoint references these blocks.
+The blocks are full or pinned, so no sequence writes them again. If windows need memory, unpinned
 checkpoints are evicted, the least recently used first.
 """
 
@@ -18,7 +18,7 @@ CONFIRMED = -1
 @dataclass
 class Checkpoint:
     """blocks: distinct blocks, in the order of their pages.
-    slot: the slot whose tokens are not confirmed yet, or CONFIRMED.
+    slot: the slot that made the checkpoint, or CONFIRMED after `confirm`.
     """
 
     blocks: np.ndarray
@@ -30,7 +30,7 @@ class Ends:
     """The prefix ends where a slot's prompt makes checkpoints.
 
     due: (pages, key) of ends that the prompt has not reached.
-    kept: keys of its checkpoints whose tokens are not confirmed yet.
+    kept: keys of the slot's unconfirmed checkpoints.
     """
 
     due: list[tuple[int, bytes]]
@@ -68,8 +68,8 @@ class Checkpoints:
         return idle[self._references[idle] > 0]
 
     def has(self, key: bytes) -> bool:
-        """Whether a sequence can continue the prefix, because it has a pinned or confirmed
-        checkpoint."""
+        """Whether the prefix `key` has a pinned or confirmed checkpoint, so that a sequence can
+        continue the prefix."""
         cached = self._cached.get(key)
         return key in self._pinned or (cached is not None and cached.slot == CONFIRMED)
 
@@ -81,14 +81,14 @@ class Checkpoints:
         return self._cached[key].blocks
 
     def begin(self, slot: int, ends: Iterable[tuple[int, bytes]]) -> None:
-        """Begin the prompt of `slot`, which will make checkpoints at those `ends` (pages, key) that
-        have none."""
+        """Plan checkpoints for the prompt of `slot`, at all `ends` (pages, key) without a usable
+        checkpoint."""
         due = [(pages, key) for pages, key in ends if not self.has(key)]
         if due:
             self.ends[slot] = Ends(due)
 
     def due(self, slot: int, num_pages: int) -> list[tuple[int, bytes]]:
-        """Ends (pages, key) newly reached by a slot with `num_pages` full pages."""
+        """Remove and return the due ends that a slot with `num_pages` full pages has reached."""
         ends = self.ends.get(slot)
         if ends is None:
             return []
@@ -116,8 +116,8 @@ class Checkpoints:
         self.ends.pop(slot, None)
 
     def _of(self, slot: int) -> list[bytes]:
-        """Keys of the slot's unconfirmed checkpoints. A kept key may have been evicted, and made
-        again by another slot."""
+        """Keys of the slot's unconfirmed checkpoints. The checkpoint of a kept key may have
+        been evicted, and made again by another slot."""
         kept = self.ends[slot].kept if slot in self.ends else []
         return [key for key in kept if key in self._cached and self._cached[key].slot == slot]
 
@@ -135,7 +135,7 @@ class Checkpoints:
         return block
 
     def pin(self, key: bytes, blocks: np.ndarray) -> bool:
-        """Pin a checkpoint. Returns whether it is new. The caller must share blocks of new ones."""
+        """Pin a checkpoint. Returns whether the pin is new; the caller then shares the blocks."""
         if key in self._pinned:
             return False
         self._pinned[key] = blocks
@@ -155,4 +155,6 @@ class Checkpoints:
         assert unkept == sorted(self._orphans), "an idle block belongs to no checkpoint"
         unconfirmed = [(c.slot, key) for key, c in self._cached.items() if c.slot != CONFIRMED]
         for slot, key in unconfirmed:
-            assert key in self.ends[slot].kept, f"nobody will confirm a checkpoint of slot {slot}"
+            assert key in self.ends[slot].kept, (
+                f"a checkpoint of slot {slot} will never be confirmed"
+            )

@@ -1,13 +1,13 @@
 """Device half of LServe's policy: streaming heads read their window, dense heads selected pages.
 
 Heads are in the order of `head_order`, with the dense heads of each layer first. The paged
-attention ops get shorter page tables. Prefill has one for each page of queries, decode one for each
-row and head, so that short tables do not wait for long ones.
+attention ops get shorter page tables. Prefill has a page table for each page of queries, decode for
+each row and head, so that rows with short tables do not wait for rows with long tables.
 
-If keys and values are quantised, every query reads the quantised ones, in prompts too. So output
-does not depend on how the load splits a prompt into chunks. (QServe, the base of the authors' code,
-has no chunks: a prompt attends to itself unquantised.) Statistics are of unquantised keys, as in
-the authors' code.
+If keys and values are quantised, all queries read quantised keys and values, in prompts too. So
+output does not depend on how the load splits a prompt into chunks. (QServe, the base of the
+authors' code, has no chunks: a prompt attends to its unquantised keys and values.) Statistics are
+computed from unquantised keys, as in the authors' code.
 
 A sliding window of the model is one more mask. In layers with a sliding window, streaming heads
 read their sink and local pages inside it. Dense heads read the whole sliding window, without page
@@ -53,7 +53,7 @@ from pallas_kernels.quantization import QuantizedPages
 
 @dataclass(frozen=True)
 class LServeDevice(BlockDevice):
-    """numbers: [shards][L][J], as in `LServeCache`; empty if keys select.
+    """numbers: [shards][L][J], as in `LServeCache`; empty if pages are selected by keys.
     attention, kv_dtype, implementation: see `VLLMDevice`.
     shared: groups of shards with the same KV head.
     select_together: groups of shards that select the same pages.
@@ -99,15 +99,15 @@ class LServeDevice(BlockDevice):
 
     @property
     def _prefilling(self) -> str | None:
-        """The implementation of prefill. Its kernels cannot read quantised pages, for which the
-        default is "xla". Plans must be made for the same implementation."""
+        """The implementation of prefill. Prefill kernels cannot read quantised pages, so "xla" is
+        the default for these. Plans must be made for the same implementation."""
         quantised = self.layout.format is not None and self.implementation is None
         return "xla" if quantised else self.implementation
 
     @property
     def _selection(self) -> str | None:
-        """The implementation of page selection. Its kernel does not support all options, so only
-        implementations without kernels are passed on."""
+        """The implementation of page selection; None lets the op choose, because the kernel does
+        not support all options."""
         return self.implementation if self.implementation in ("reference", "xla") else None
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: LServeCache, plan, inputs):
@@ -225,7 +225,8 @@ class LServeDevice(BlockDevice):
         return jax.lax.switch(which, [lambda dense=dense: with_dense(dense) for dense in counts])
 
     def _decode(self, window, layer, q_SxHxD, cache: LServeCache, plan: DecodePlan, tables_SxM):
-        """(attention [Sd, H, D], `cache.selected`). A row's heads become rows of one KV head."""
+        """Returns (attention [Sd, H, D], `cache.selected`). In the attention op, each selecting
+        head of a row is a row with one KV head."""
         layout, P, J = self.layout, self.layout.page_size, self.layout.selectors
         S, H, D = q_SxHxD.shape
         M = layout.max_pages

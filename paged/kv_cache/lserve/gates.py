@@ -83,7 +83,7 @@ class GatedOptions:
 
     streaming_share: float | None = described(
         None,
-        f"share of KV heads that stream, those with the lowest gates; {PAPERS_SHARE} if gates are "
+        f"share of KV heads that stream, in the order of their gates; {PAPERS_SHARE} if gates are "
         "given, and refused without them",
         least=0,
         most=1,
@@ -134,9 +134,9 @@ def by_shard(of_heads: np.ndarray, num_shards: int) -> list[np.ndarray]:
 
 def dense_first(streams: np.ndarray, num_shards: int) -> np.ndarray:
     """[L, K], the head at each place. Each layer has a run of K / num_shards heads for each shard,
-    dense heads first. With more shards than heads, several share a run of one head. A layer's dense
-    heads are spread evenly over the runs. The remainders of successive layers go to the runs in
-    turn."""
+    dense heads first. With more shards than heads, several shards share a run of one head. A
+    layer's dense heads are spread evenly over the runs. If the division leaves a remainder, the
+    remaining dense heads of successive layers go to the runs in turn."""
     L, K = streams.shape
     num_groups = min(num_shards, K)
     size, order, next_odd = K // num_groups, np.empty((L, K), int), 0

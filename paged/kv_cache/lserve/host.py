@@ -33,8 +33,8 @@ class Swapped(NamedTuple):
 
 def pools_of(config: CacheConfig, layout: LServeLayout) -> tuple[Pool, ...]:
     """The pools of both kinds of heads. Where a recomputation would replay output token by token,
-    sequences are swapped by default. So the host's memory has room for all slots at their
-    longest."""
+    sequences are swapped by default. So the host's memory has room for a longest
+    sequence in every slot."""
     longest = layout.max_pages, layout.sink + layout.local + 1
     each = zip((DENSE, STREAMING), layout.num_blocks, longest, layout.unit_bytes)
     return tuple(
@@ -100,8 +100,8 @@ class LServeHost(HostPolicy):
     def _resume(
         self, slot: int, sequence: Sequence, prefixes: Prefixes, streaming: StreamingHost
     ) -> None:
-        """Share the window at the end of the cached prefix. Checkpoints will be made after the
-        prompt's last full block and after its last cached block, where there are none yet."""
+        """Share the window at the end of the cached prefix. Plan checkpoints after the prompt's
+        last full block and after its last cached block, unless they exist."""
         found = prefixes.find(sequence)
         if found.num_tokens:
             streaming.adopt(slot, found.num_tokens, found.end)

@@ -118,7 +118,7 @@ class LServeLayout:
 
     @property
     def dense_pages(self) -> int:
-        """Number of pages of a shard's dense pool, which is the first page of streaming heads."""
+        """Number of pages of a shard's dense pool. The streaming pool starts at this page."""
         return self.max_heads[0] * self.num_blocks[0]
 
     @property
@@ -177,7 +177,8 @@ class LServeLayout:
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:
         """See `paged.kv_cache.work.Layout`. Work of the shard with the most dense heads. Only
-        selections at multiples of `reuse` are included, so a sequence's first may be missing."""
+        page selections at positions that are multiples of `reuse` are included, so a sequence's
+        first selection may be missing."""
         heads, P, C, L = self.attention, self.page_size, self.logical, len(self.windows)
         G, decodes, prefills = heads.H // heads.K, new_tokens == 1, new_tokens > 1
         before, position = contexts - new_tokens, contexts - 1
@@ -257,8 +258,8 @@ def _streamed_up_to(
 
 
 def selector_numbers(options: Options, model: ShardedModel) -> np.ndarray:
-    """[shards, L, J] int32 number in the whole model of each selecting head of a shard: KV heads,
-    or query heads if these select."""
+    """[shards, L, J] int32, the whole model's number of each selecting head of a shard. With
+    `select_per` 'query_head' the selecting heads are query heads, else KV heads."""
     order = dense_first(options.streams(model.whole), model.num_shards)
     if options.select_per == "query_head":
         G = model.whole.num_heads // model.whole.num_kv_heads

@@ -11,18 +11,18 @@ from paged.kv_cache.policy import CacheConfig
 from pallas_kernels.quantization import KVFormat
 
 UNQUANTISED = 16  # kv_bits of unquantised pages
-MIN_SELECTED = 3  # pages. The newest is always read, so fewer would leave too little choice
+MIN_SELECTED = 3  # pages. The newest page is always read; fewer leave too little choice
 
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Each field has its description. Defaults are the paper's, except that no head streams
+    """Fields carry their help texts. Defaults are the paper's, except that no head streams
     without gates.
 
     Raises ValueError for invalid gates, and for a share of streaming heads without gates.
     """
 
-    budget: int = described(4096, "tokens that a query of a dense head reads, whole pages of them")
+    budget: int = described(4096, "tokens that a query of a dense head reads, in whole pages")
     sparse_from: int = described(
         0, "context below which dense heads read all pages", least=0, below=2**31
     )
@@ -40,23 +40,23 @@ class Options(GatedOptions):
     kv_bits: int = described(
         UNQUANTISED,
         "bits of an element of keys and values: 8 or 4, with a scale and a zero point for each "
-        "token and head, or 16 for those of kv_dtype as they are",
+        "token and head; 16: elements stay in kv_dtype",
     )
     minference_from: int = described(
         0, "prompt from which on dense heads prefill sparsely, as MInference does; 0 for never"
     )
     minference_budget: int = described(
-        4096, "tokens that a page of queries of a dense head reads then, whole pages of them"
+        4096, "tokens that a page of queries of a dense head then reads, in whole pages"
     )
     minference_tile: int = described(
         1024,
-        "tokens of a tile of such a prompt, counted from its end: a tile's last queries choose the "
-        "pages that all of its queries read, and a chunk has whole tiles",
+        "tokens of a tile of a sparse prompt, counted from its end: a tile's last queries choose "
+        "the pages that all of its queries read, and a chunk has whole tiles",
     )
     checkpoints: int | None = described(
         None,
         "windows of streaming heads, at the ends of prefixes, for which prefix_caching sets memory "
-        "aside; max_num_seqs if not given. Others are kept while no sequence needs their memory",
+        "aside; max_num_seqs if not given. More windows are kept while their memory is free",
         least=0,
         below=2**31,
     )
@@ -106,6 +106,6 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
     streams = options.streams(model)
     if streams.all():
         raise ValueError(
-            f"streaming_share ({options.streaming_share}) must leave a head dense of the "
-            f"{streams.size} that there are"
+            f"streaming_share ({options.streaming_share}) must leave one of the {streams.size} "
+            f"heads dense"
         )

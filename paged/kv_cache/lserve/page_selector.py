@@ -1,5 +1,5 @@
-"""Page selection of dense heads. A head reads the pages with the largest score bounds from key
-extremes, selected once in `reuse` tokens (LServe §3.5, Quest).
+"""Page selection of dense heads. A head reads the pages with the largest score bounds, computed
+from key extremes. `reuse` consecutive tokens share a selection (LServe §3.5, Quest).
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ def write_statistics(
     layout: LServeLayout, cache: LServeCache, k_TxKxD, slots_TxK, runs: KeyRuns | None, Tp: int
 ) -> LServeCache:
     """The cache with statistics of new keys. Pages of streaming heads have no statistics.
-    runs: runs of the prompts' keys, the first Tp."""
+    runs: runs of the prompts' keys, which are the first Tp keys."""
     assert cache.statistics is not None
     by_page, logical = _by_logical_page(layout, cache.statistics), layout.logical
     if Tp:
@@ -38,8 +38,8 @@ def select(
     layout: LServeLayout, layer, q_RxGxD, cache: LServeCache, plan: DecodePlan, pages_SxJxM,
     selects_J, schedule, implementation: str | None,
 ) -> tuple[LServeCache, jax.Array]:  # fmt: skip
-    """Reusable selection (§3.5.3). Returns (cache, the selected columns [S, J, B - 1] of each row's
-    page table, selected now or earlier).
+    """Reusable selection (§3.5.3). Returns (cache, columns): [S, J, B - 1] columns of each row's
+    page table, selected now or by an earlier token.
 
     q: [S * J, G, D].
     pages: [S, J, M] int32 page tables.
@@ -99,7 +99,7 @@ def snapshot(layout: LServeLayout, cache: LServeCache) -> list[Selections]:
     """The selections of each shard. Raises ValueError if no sequence is long enough to select."""
     if cache.selected is None:
         raise ValueError(
-            f"no sequence selects: the budget holds {layout.all_below} pages, and the longest "
+            f"no sequence selects: up to {layout.all_below} pages are all read, and the longest "
             f"sequence has {layout.max_pages}"
         )
     leaves = cache.num_dense, cache.selected_at, cache.selected

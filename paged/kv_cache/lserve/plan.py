@@ -1,5 +1,4 @@
-"""Cache and step plans of LServe's device half. A plan has the tables and selecting rows of all
-layers."""
+"""Cache and step plans of LServe's device half. All layers share a plan."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,11 +1,11 @@
 """The streaming pool of LServe's host half: sinks, and sliding windows.
 
 A sequence holds its first pages and its last pages. A query reads page p if `p < sink` or
-`p >= query's page - local`; other pages are freed as soon as no later query reads them. A table has
+`p >= query's page - local`. A page is freed as soon as no later query reads it. A table has
 columns for the sink and a ring, so that a page keeps its column.
 
-Admission reserves the whole window of a sequence, the most that it holds between steps. In a step,
-chunks can need further blocks; room for these is reserved too, and they are freed before the next
+Admission reserves the whole window: the most blocks that a sequence holds between steps. Chunks can
+need further blocks in a step. These blocks have reserved room too, and are freed before the next
 step allocates. A quota of blocks is reserved for checkpoints. More checkpoints stay while windows
 leave room.
 """

@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention import (
 
 
 class Reads(NamedTuple):
-    """Rp prompt rows, followed by one row for each decoding query.
+    """The blocks that queries read: Rp prompt rows, then one row for each decoding query.
 
     query_starts: [Rp + 1] first query of each prompt row.
     tables: [R, M] blocks of each row, in token order.
@@ -46,7 +46,7 @@ BlocksOf = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
-    """All queries of one page of a sequence read the same blocks, however a prompt is chunked.
+    """`Reads` in which all queries of a page read the same blocks, however prompts are chunked.
 
     blocks_of: logical pages [...] int32 -> (blocks [..., B] int32, counts [...]): the logical pages
         that queries of each page read, ascending, the page itself last. Entries beyond `counts`
@@ -58,7 +58,7 @@ def blocks_by_page(inputs, page_size: int, blocks_of: BlocksOf) -> Reads:
     lengths = (counts - 1) * page_size + last % page_size + 1
     rows, starts = jnp.arange(Sp, len(inputs.lengths)), inputs.query_starts
     if Tp:
-        # Each page of a prompt's queries becomes its own row.
+        # The queries of each page of a prompt become a row of their own.
         tiles = tiles_of(starts, inputs.lengths[:Sp], Tp, page_size)
         prompts = lists_of(tiles, *blocks_of(tiles.blocks), page_size)
         starts, rows = prompts.starts, jnp.concatenate([prompts.rows, rows])

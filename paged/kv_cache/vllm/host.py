@@ -16,7 +16,7 @@ from paged.kv_cache.vllm.prefix import Prefixes
 from paged.requests.sequence import Sequence
 
 BLOCKS = "blocks"  # the name of the pool
-MOVED_TOKENS_PER_CALL = 1024  # copies and swaps are padded to it, so each compiles only once
+MOVED_TOKENS_PER_CALL = 1024  # swaps and small copies are padded to it, so each compiles once
 
 
 def block_pool(
@@ -49,12 +49,12 @@ def blocks_suffice(blocks: int, page_size: int, num_tokens: int, num_sequences: 
 class VLLMHost(BlockHost):
     """All layers and heads use the same block tables.
 
-    A prompt is admitted if its blocks are free, plus a watermark of blocks so that running
-    sequences can grow. With a prefix cache, it starts after its cached prefix.
+    A prompt is admitted if there are free blocks for the prompt and for a watermark, which lets
+    running sequences grow. With a prefix cache, prefill starts after the cached prefix.
 
-    `fits`, `can_admit` and `admit` count all tokens. A subclass whose `advance` drops blocks thus
-    saves memory while a sequence runs, but admits no longer prompt, unless it overrides them too
-    and the policy's `sizes` agree.
+    `fits`, `can_admit` and `admit` count all tokens of a sequence. So a subclass whose `advance`
+    drops blocks saves memory while a sequence runs, but admits no longer prompts. To admit these,
+    the subclass must override the three methods, and the policy's `sizes` must agree.
 
     can_resume: see `Prefixes`.
     """
@@ -75,7 +75,7 @@ class VLLMHost(BlockHost):
         if cache is not None:
             self.prefixes = Prefixes(cache, self.pool, self.block_tables, can, can_resume)
             self.pins = self.prefixes.pins
-        self._computed = np.zeros(config.max_num_seqs, np.int64)  # tokens of each slot
+        self._computed = np.zeros(config.max_num_seqs, np.int64)  # computed tokens by slot
 
     @classmethod
     def declare(cls, config: CacheConfig, model: ShardedModel) -> "VLLMHost":
@@ -83,7 +83,7 @@ class VLLMHost(BlockHost):
 
     @staticmethod
     def of(policy: HostPolicy) -> "VLLMHost":
-        """The host half of an engine, which must run the vllm policy."""
+        """Return the host half `policy`, which must be a `VLLMHost`."""
         assert isinstance(policy, VLLMHost), f"not the vllm policy's: {type(policy).__name__}"
         return policy
 
@@ -182,7 +182,8 @@ class VLLMHost(BlockHost):
         return (self.pool.num_free - grown) * self.block_tables.page_size
 
     def _grown(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
-        """Blocks allocated after each step, for as many steps as there is room."""
+        """Blocks that the first 1, 2, … decode steps allocate together, for as many steps as there
+        is room. Empty if the first step copies a shared last block."""
         tables = self.block_tables
         if tables.copies_tail(slots, num_tokens):
             return np.zeros(0, np.int64)

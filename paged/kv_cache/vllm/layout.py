@@ -19,7 +19,7 @@ class VLLMLayout:
 
     @property
     def swap_copies(self) -> int:
-        """A block's keys and values are separate in each layer."""
+        """Keys and values of each layer are separate copies."""
         return 2 * len(self.windows)
 
     def work(self, contexts: np.ndarray, new_tokens: np.ndarray, kept=None) -> Work:

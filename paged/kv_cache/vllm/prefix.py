@@ -40,8 +40,8 @@ def end_key(key: bytes, tail: bytes) -> bytes:
 class Prefixes:
     """Publishes full blocks, looks up cached prefixes, and keeps pinned blocks.
 
-    can_resume: `end_key` of a prefix -> whether all other state that a sequence needs to continue
-        it is cached. A sequence can always start without a prefix.
+    can_resume: `end_key` of a prefix -> whether the policy keeps all other state that a sequence
+        needs to continue the prefix. A sequence can always start without a prefix.
     pins: [num_blocks] number of pins that reference each block.
     num_pinned: distinct blocks of all pins.
     num_references: references of all pins.
@@ -54,14 +54,14 @@ class Prefixes:
         self.cache, self._pool, self._tables = cache, pool, tables
         self._can, self._can_resume = can, can_resume
         num_slots = len(tables.blocks)
-        self._published = np.zeros(num_slots, np.int64)  # blocks of each slot
+        self._published = np.zeros(num_slots, np.int64)  # published blocks of each slot
         self._keys = [b""] * num_slots  # key of each slot's published prefix
         self.pins = np.zeros(pool.num_blocks, np.int64)  # references of pins to each block
         self.num_pinned = 0
         self.num_references = 0
 
     def links(self, sequence: Sequence) -> list[tuple[bytes, bytes]]:
-        """The `chain` of the full blocks to prefill, without the last token. The last token must be
+        """The `chain` of the full blocks to prefill. The last token is excluded: it must be
         computed, because the next token is sampled from its logits."""
         if sequence.block_keys is None:
             tokens = sequence.prefill_tokens(self._can.replays)[:-1]
@@ -95,7 +95,7 @@ class Prefixes:
         return Found(nothing, root, nothing, 0, root, len(cached))
 
     def adopt(self, slot: int, sequence: Sequence) -> int:
-        """The empty `slot` shares the cached prefix of a sequence. Returns its number of tokens."""
+        """The empty `slot` shares the sequence's cached prefix. Returns the prefix's length."""
         found = self.find(sequence)
         self._published[slot], self._keys[slot] = len(found.blocks), found.key
         self._tables.adopt(slot, np.append(found.blocks, found.tail), found.num_tokens)

@@ -184,7 +184,10 @@ def test_a_run_does_not_replace_one_with_other_flags(fork, tmp_path):
     assert call("--seed=2", "--overwrite").returncode == 0
     assert seeds() == {"results": 2, "results-2": 1}
     (tmp_path / "results" / "report.json").write_text("[]")
-    assert "holds a run with other flags (it has none)" in call("--output_dir=results").stderr
+    assert (
+        "holds a run with other flags (its report is invalid)"
+        in call("--output_dir=results").stderr
+    )
 
 
 def test_a_missing_extra_is_told_in_a_line(fork, tmp_path):

@@ -211,7 +211,7 @@ def test_loops_over_tiles_inside_loops_over_items_are_followed(monkeypatch):
     [
         ({"order": "arrive first"}, "touches shared memory before the copy into it is awaited"),
         ({"order": "arrive during the product"}, "hands back shared memory that a product still"),
-        ({"arrivals": False}, "waits at a barrier where nobody arrives"),
+        ({"arrivals": False}, "waits at a barrier at which no thread arrives"),
     ],
 )
 def test_memory_that_is_handed_back_wrongly_is_noticed(changes, complaint):

@@ -58,7 +58,7 @@ def test_systems_differ_in_what_their_names_say():
         (accuracy_memory, {"alphas": ()}, "--alphas must name at least one"),
         (accuracy_memory, {"alphas": ("1",)}, "--alphas must be pairs such as 1/0.02"),
         (accuracy_memory, {"alphas": ("0/1",)}, "alpha_l must be from 0 to alpha_h"),
-        (accuracy_memory, {"three_levels": ("1/0",)}, "--three_levels must be such as 5/1/0"),
+        (accuracy_memory, {"three_levels": ("1/0",)}, "must be triples such as 5/1/0"),
         (accuracy_memory, {"three_levels": ("0/1/0",)}, "alpha_top must be at least alpha_h"),
         (accuracy_memory, {"budgets": ("half",)}, "--budgets must be numbers"),
         (key_value_formats, {"formats": ("INT4",)}, "a page format is named K8V4"),
@@ -224,5 +224,5 @@ def test_every_system_of_the_flag_files_is_read():
     )
     assert selected.policy_options.gates == found["lserve"].policy_options.gates != ()
     assert found["kivi"].page_size == 12 and found["qaq"].policy_options.outliers == 1
-    with pytest.raises(ValueError, match="systems are of vllm, lserve"):
+    with pytest.raises(ValueError, match="--systems must be among vllm, lserve"):
         equal_bytes.make_systems(equal_bytes.BytesFlags(**FLAGS, systems=("unheard",)))
