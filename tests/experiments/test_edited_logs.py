@@ -189,7 +189,7 @@ def test_a_log_that_was_cut_between_lines_is_refused(tmp_path):
         with pytest.raises(ValueError, match=rf":{max(1, count)}: the log is cut short"):
             read_log(path)
     path.write_bytes(b"".join(lines[:7] + lines[8:]))
-    with pytest.raises(ValueError, match=rf":{len(lines) - 1}: end: {len(lines) - 1} events are"):
+    with pytest.raises(ValueError, match=rf":{len(lines) - 1}: end: .* not {len(lines) - 1}"):
         read_log(path)
     path.write_bytes(b"".join([*lines, lines[-1]]))
     with pytest.raises(ValueError, match=rf":{len(lines) + 1}: end: "):

@@ -110,7 +110,7 @@ def with_tensor(which: str, value: np.ndarray):
         (with_content(peft.WEIGHTS, "x"), "is damaged"),
         (with_tensor("B", np.full((32, 8), np.inf)), "q_proj B has values that are NaN or infin"),
         (with_tensor("A", np.zeros((8, 24), np.int32)), "has dtype I32"),
-        (with_tensor("magnitude", np.zeros(1)), "lora_magnitude.weight is of no module"),
+        (with_tensor("magnitude", np.zeros(1)), "lora_magnitude.weight belongs to no module"),
     ],
 )
 def test_a_broken_folder_is_refused(spoil, error, tmp_path):

@@ -74,7 +74,9 @@ def test_an_expression_that_takes_for_ever_is_refused(field, given, tmp_path, mo
     monkeypatch.setattr(peft_config, "MATCHING_S", 0.1)
     more = {"layers_to_transform": 1} if field == "layers_pattern" else {}
     folder = peft_folders.write(tmp_path, LLAMA, **{field: given}, **more)
-    with pytest.raises(ValueError, match=r"expressions take more than 0\.1 seconds, as does '"):
+    with pytest.raises(
+        ValueError, match=r"expressions take more than 0\.1 seconds; the last one: '"
+    ):
         peft.load(folder, LLAMA)
 
 
@@ -126,7 +128,7 @@ def test_layers_may_be_left_out(tmp_path):
         ({"target_modules": "q{99999999999999999999}"}, "is no regular expression: the repetition"),
         ({"target_modules": "q{" + 5000 * "9" + "}"}, "target_modules .*is no regular expression"),
         ({"target_modules": 5000 * "(" + 5000 * ")"}, "target_modules .*is no regular expression"),
-        ({"r": 10**400}, r"asks? for \(10000"),
+        ({"r": 10**400}, r"needs? \(10000"),
         ({"r": 4}, r"q_proj.lora_A.weight has shape \(8, 24\), but the model and .* \(4, 24\)"),
         ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight belongs to no module that"),
         ({"target_modules": [*ATTENTION, "k_proj"]}, r"k_proj.lora_A.weight of shape .* is missin"),

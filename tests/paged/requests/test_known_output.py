@@ -116,7 +116,7 @@ ONE = SequenceOutput([7, 8], "", None)
 REFUSED: dict[str, tuple[SamplingParams, Any]] = {
     "must be a list": (SAMPLED, ONE),
     "must be of SequenceOutput": (SAMPLED, [[7, 8]]),
-    "of 2 sequences, and the request has 1": (SAMPLED, [ONE, ONE]),
+    "has 2 sequences, and the request has 1": (SAMPLED, [ONE, ONE]),
     "beam search cannot go on": (SamplingParams(beam_width=2), [ONE, ONE]),
     "only with its seed": (SamplingParams(temperature=1.0), [ONE]),
     "have ended": (SAMPLED, [replace(ONE, finish_reason="length")]),

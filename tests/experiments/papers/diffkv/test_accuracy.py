@@ -63,7 +63,7 @@ def test_systems_differ_in_what_their_names_say():
         (accuracy_memory, {"budgets": ("half",)}, "--budgets must be numbers"),
         (key_value_formats, {"formats": ("INT4",)}, "a page format is named K8V4"),
         (dynamic_sparsity, {"alphas": ("1/0",)}, "--alphas must be numbers"),
-        (thresholds, {"alphas_l": (0.1,)}, "--alphas_l 0, where nothing is dropped"),
+        (thresholds, {"alphas_l": (0.1,)}, "--alphas_l must include 0, which drops nothing"),
     ],
 )
 def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, module, changes, message):

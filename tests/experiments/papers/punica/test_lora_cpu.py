@@ -58,7 +58,7 @@ def test_ratios_are_of_medians_of_what_they_name():
     ("change", "message"),
     [
         ({"prompt_tokens": (5, 4)}, r"the shortest and the longest, not \(5, 4\)"),
-        ({"output_tokens": 5}, "must be at least 2 more than two steps of --multi_step"),
+        ({"output_tokens": 5}, r"must be at least 2 \* --multi_step \+ 2"),
         ({"rank": 2000}, "max_adapter_rank must be from 1 to 1024, not 2000"),
         ({"models": ("gpt",)}, "--models must be texts, each one of bundled, 100m, not 'gpt'"),
     ],
