@@ -94,7 +94,7 @@ def test_gates_that_were_stopped_are_resumed_if_asked_the_same(params, data, tmp
     [
         ({"sink": 100}, "--sink must be whole pages of 64 tokens"),
         ({"lengths": (448,)}, r"longer than the window \(448 tokens\), not \(448,\)"),
-        ({"mix": ("needles",)}, "--mix is task=share"),
+        ({"mix": ("needles",)}, "--mix must be task=share"),
         ({"mix": ("needles=-1",)}, "shares above 0"),
     ],
 )
