@@ -67,7 +67,7 @@ class AccuracyFlags(ModelFlags):
         (), "files of problems, up to the longest of --contexts, in place of --tasks"
     )
     match: str = flag("exact", "how answers of --problems are scored", choices=tuple(MATCHES))
-    output_tokens: int = flag(128, "output tokens for --problems whose file has no number", least=1)
+    output_tokens: int = flag(128, "output tokens of problems without max_tokens", least=1)
 
     @property
     def longest(self) -> int:

@@ -48,7 +48,7 @@ class EvaluateFlags(ModelFlags):
     num_prompts: int = flag(100, "prompts of each task and context", least=1, most=MOST_PROMPTS)
     problems: tuple[str, ...] = flag((), "files of prompts and answers, instead of our own tasks")
     match: str = flag("exact", "how answers are scored", choices=tuple(files.MATCHES))
-    output_tokens: int = flag(128, "output tokens for problems whose file has no number", least=1)
+    output_tokens: int = flag(128, "output tokens of problems without max_tokens", least=1)
     compare_with: str = flag("", "prompts.csv of another run, for paired differences")
     engine: EngineConfig = part(EngineConfig())
 

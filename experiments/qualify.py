@@ -2,9 +2,9 @@
 
 python -m experiments.qualify --model=judge
 
-Measures right answers on the tasks by context. Measures the share of KV heads that may stream: KV
-heads with a gate below 0.3 (--gates; `experiments.papers.lserve.duo_gates`). Counts the tokens that
-hold 95 % of a head's attention, over --spread_prompts prompts of each task at --spread_context
+The program measures right answers on the tasks by context, and the share of KV heads that may
+stream, with a gate below 0.3 (--gates; `experiments.papers.lserve.duo_gates`). It counts the tokens
+that hold 95 % of a head's attention, over --spread_prompts prompts of each task at --spread_context
 tokens:
 
 * by query: number of keys of a query head, for one query that produces a token of the answer;

@@ -57,7 +57,7 @@ class ClusterFlags(ModelFlags):
     runners: str = flag("simulated", "where the engines run", choices=RUNNERS)
     num_gpus: int = flag(4, "GPUs, each with an engine", least=1)
     duration_s: float = flag(120.0, "from the first to the last request", least=1)
-    peak_rate: float = flag(10.0, "requests a second at half of it", least=1e-3)
+    peak_rate: float = flag(10.0, "requests a second after half of the duration", least=1e-3)
     rebalance_s: float = flag(10.0, "period of consolidation in seconds", least=1e-3)
     length_divisor: int = flag(1, "divides all lengths", least=1, most=64)
     gpu: str = flag("a100-40", "simulated GPU, by its data sheet", choices=tuple(MACHINES))

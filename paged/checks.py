@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may flush smaller numbers
+SMALLEST = float(np.finfo(np.float32).tiny)  # above 0: a device may flush smaller numbers to 0
 LONGEST_SHOWN = 80  # characters of a refused value
 
 

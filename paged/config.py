@@ -32,8 +32,8 @@ class EngineConfig(CacheConfig):
     max_num_seqs: int = described(32, "sequences that run at once", least=1, most=MAX_SEQUENCES)
     max_num_batched_tokens: int = described(
         0,
-        f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs, and the longest "
-        "prompt or prefill tile if the policy needs it in one step",
+        f"most tokens of one step; 0: the largest of {STEP_TOKENS}, max_num_seqs, and "
+        "max_model_len for whole prompts, or else the policy's prefill tile beside decodes",
         least=0,
         most=MAX_STEP_TOKENS,
     )

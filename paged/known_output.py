@@ -74,7 +74,7 @@ def _check_one(
             + ", and one is to be generated" * goes_on
         )
     if goes_on and len(tokens) and _has_ended(tokens, sampling, tokenizer, model):
-        raise ValueError("known output has come to its end, and has no finish_reason")
+        raise ValueError("known output has come to its end, but its finish_reason does not say so")
 
 
 def _has_ended(tokens: np.ndarray, sampling: SamplingParams, tokenizer, model: ModelConfig) -> bool:

@@ -69,7 +69,8 @@ def check_arrival(request_id, arrival_time, stream, cache_salt, now: float) -> N
 
 
 def check_salt(cache_salt) -> None:
-    """Raise ValueError unless the salt is text: at admission the error would end all requests."""
+    """Raise ValueError unless the salt is text. Admission hashes it; an error there would end all
+    requests."""
     if not is_text(cache_salt):
         raise refusal("cache_salt", "a text", cache_salt)
 

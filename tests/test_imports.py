@@ -95,7 +95,8 @@ def test_no_room_of_the_engine_imports_itself_through_others() -> None:
 
 
 def test_only_the_server_needs_the_extra_serve() -> None:
-    """Only programs outside experiments.lib import the server."""
+    """Outside of paged.server, nothing imports the extra's packages, except jinja2 in
+    experiments.report. Only modules of experiments outside experiments.lib import the server."""
     extra = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"}
     server, site = ROOT / "paged" / "server", ROOT / "experiments" / "report.py"
     for layer in LAYERS:

@@ -170,7 +170,7 @@ def _free_folder(output_dir: str, asked: Flags, study: str) -> str:
     while differs := run_record.other_flags(folder, asked, study):
         if not flags.FLAGS["output_dir"].using_default_value:
             raise ValueError(
-                f"{folder} holds a run with other flags ({differs}): name another --output_dir, or "
+                f"{folder} holds another run ({differs}): name another --output_dir, or "
                 "let --overwrite replace it"
             )
         number += 1

@@ -90,7 +90,7 @@ def other_flags(output_dir: str | Path, flags: Any, study: str = "") -> str:
         before, now = flat(report["flags"]), flat(plain(flags))
         names = sorted(before.keys() | now.keys())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "its report is invalid"
+        return "its report.json cannot be read"
     absent = "absent"
     differ = [
         f"--{name} was {before.get(name, absent)!r} and is {now.get(name, absent)!r}"

@@ -6,7 +6,7 @@ from paged.config import EngineConfig
 
 
 def _steps(largest: int, smallest: int, linear_above: int) -> tuple[int, ...]:
-    """Sizes to `largest`: `smallest` doubled to `linear_above`, then steps of `linear_above`."""
+    """Sizes up to `largest`: `smallest`, doubled to `linear_above`, then steps of it."""
     sizes, size = [], min(smallest, largest)
     while size < largest:
         sizes.append(size)

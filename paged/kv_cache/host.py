@@ -39,7 +39,7 @@ class Sizes:
 
 
 class HostPolicy(Protocol):
-    """The interface of a host half. The engine calls its methods.
+    """The interface of a host half, which keeps who owns which memory. The engine calls it.
 
     The order of calls in a round:
 

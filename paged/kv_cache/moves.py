@@ -14,7 +14,7 @@ class Pool:
     num_host_units: units of the host's memory. Unit 0 is padding.
     null_unit: unit of padding; no sequence owns or reads it.
     units_per_call: units that one call of a swap program moves. A call of a copy program moves
-        one of the `copy_sizes`.
+        as many as one of the `copy_sizes`.
     max_copies: most units that are copied before a step.
     unit_bytes: bytes of one unit, on all shards together.
     """

@@ -111,7 +111,7 @@ class DevicePolicy(Protocol):
     def attend(
         self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache, plan, inputs: StepInputs
     ) -> tuple[jax.Array, Any]:
-        """Called in each layer: write keys and values, attend. Returns `(out [T, H, D], cache)`.
+        """Called in each layer: write new keys and values, attend. Returns (out [T, H, D], cache).
 
         `ModelConfig.attention` has the layer's scale, soft cap and window. If a device half does
         not support these, its policy's `check` must reject models without `plain_attention`.
@@ -125,7 +125,7 @@ class DevicePolicy(Protocol):
         ...
 
     def report(self, cache) -> Any:
-        """Called once a step. Returns a small pytree of arrays for the host half, or None."""
+        """Called once a step. Returns a small pytree of arrays for `observe`, or None."""
         ...
 
     def export_units(self, cache, pool: str, units) -> Any:

@@ -127,7 +127,8 @@ class Scheduler:
         """Tokens [n] that each of `decodes` [n] computes in a step without prefills.
 
         A row computes up to `multi_step` tokens. The cap is the tokens left to replay, or, if none
-        are left, the length limit. Beams compute 1 token, as do all rows if blocks do not suffice.
+        are left, those up to the length limit. Beams compute 1 token, as do all rows if blocks
+        do not suffice.
         """
         s = self.slots
         replayed = s.length[decodes] - s.computed[decodes] - 1

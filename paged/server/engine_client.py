@@ -216,7 +216,7 @@ class EngineClient(Client):
 
     def _recover(self) -> None:
         """A failed engine step ends all requests, and the next step delivers their outputs. A
-        failure outside the engine may lose outputs. Requests without outputs are ended here."""
+        failure outside the engine may lose outputs: such requests are ended here."""
         self._call(partial(self._end_lost, list(self._replies)))
 
     def _end_lost(self, request_ids: list[str]) -> None:

@@ -132,7 +132,8 @@ def _whole(call: Call, generation: Generation) -> Json:
 
 
 def _with_prompt(call: Call, i: int, delta: Delta, output: RequestOutput | None = None) -> Delta:
-    """The delta for the response. The first delta of a choice has prompt `i`'s echo in its text.
+    """The delta for the response: no text and tokens if max_tokens is 0. With echo, the first delta
+    of a choice has prompt `i` before its text.
 
     output: the prompt's output, with the prompt's log-probabilities; None in streams.
     """

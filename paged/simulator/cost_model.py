@@ -183,7 +183,7 @@ class CostModel:
         if gpus == 1:
             return 0.0
         if gpus not in ALL_REDUCE:
-            raise ValueError(f"all-reduces have times for 1, 2, 4 and 8 GPUs, not {gpus}")
+            raise ValueError(f"times of all-reduces are known for 1, 2, 4 and 8 GPUs, not {gpus}")
         least_s, share = ALL_REDUCE[gpus]
         moved = 2 * (gpus - 1) / gpus * bytes_
         return least_s + moved / (share * self.machine.link)

@@ -73,8 +73,8 @@ def _vllm(model: ModelConfig, dtype) -> VLLMLayout:
 def _attention(
     layout: Layout, model: ModelConfig, contexts: np.ndarray, new_tokens: np.ndarray, dtype
 ) -> Cost:
-    """A layer's attention cost, as a mean over layers. Bytes do not include queries and outputs,
-    but keys and values of new tokens once, as attention's reads."""
+    """A layer's attention cost, as a mean over layers. Bytes exclude queries and outputs, and
+    include keys and values of new tokens once, as attention's reads."""
     parts = [cost for name, cost in layout.work(contexts, new_tokens).items() if name != "writes"]
     of_token = 2 * model.num_heads * model.head_dim * jnp.dtype(dtype).itemsize
     queries = of_token * int(new_tokens.sum())

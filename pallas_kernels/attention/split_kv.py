@@ -22,7 +22,7 @@ from pallas_kernels.mosaic import kernel, pl, plgpu, store, tile_layout
 
 TILE_BYTES = 16 * 1024  # Bytes of a tile's keys: enough tokens to amortise the waits for a tile.
 MOST_GROUP = 16  # The most query heads per KV head.
-SUMMED = 64  # Rows of partial sums, as few as a product can have. Row i adds every 64th token.
+SUMMED = 64  # Rows of partial sums, as few as a product can have. Row i adds tokens i, i + 64, …
 
 
 def refusal(q, k_pages, v_pages, K: int) -> str | None:

@@ -15,7 +15,7 @@ from pallas_kernels.lora.api import plan_sgmv, sgmv, sgmv_expand, sgmv_shrink
 from pallas_kernels.lora.segments import PAGE_RANKS, Segments
 from pallas_kernels.specs import Cost, Errors, Op, Spec
 
-SKEW = 1.5  # Skewed popularity: the ratio of the requests of neighbours in order of popularity.
+SKEW = 1.5  # Skewed popularity: requests of an adapter over those of the next less popular one.
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 
 

@@ -1,5 +1,5 @@
-"""Fast jnp under jit. Selection costs work only for rows that select. It reads the statistics of
-these rows' pages once, 2 * C * D values per page. This is the floor."""
+"""Fast jnp under jit. Selection costs work only for rows that select. The floor is one read of the
+statistics of these rows' pages, 2 * C * D values per page."""
 
 import jax
 import jax.numpy as jnp

@@ -210,7 +210,7 @@ def paged_prefill_attention(
     check_schedule(schedule, PrefillSchedule)
     lists = schedule is not None and schedule.key_tiles is not None
     if lists and (refusal or not backend.runs_kernels(implementation)):
-        raise ValueError(f"a list of key tiles needs a kernel: {refusal or 'XLA was chosen'}")
+        raise ValueError(f"a list of key tiles needs a kernel: {refusal or 'no kernel was chosen'}")
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(

@@ -4,8 +4,8 @@ A byte holds n = 8 / bits elements. To unpack bytes in channel order, XLA on CPU
 element separately, which takes longer than attention. So codes are unpacked in planes: for each
 group first the first element of all bytes, then the second element of all bytes, and so on.
 Elements are masked and not shifted, so an element of plane i is 2 ** (i * bits) times as large as
-its code. Queries are permuted from channel order to planes before the loops over tokens, and sums
-of values from planes to channel order after the loops. Unquantised elements stay in channel order.
+its code. Queries are permuted from channel order to planes, and sums of values from planes to
+channel order. Unquantised elements stay in channel order.
 """
 
 from dataclasses import dataclass, replace

@@ -25,8 +25,8 @@ class Run(NamedTuple):
         return self.first + self.step * number.clip(0, self.width - 1)
 
     def number(self, column):
-        """The number of a column's page. A column of another table gives a number below 0, or of at
-        least `width`."""
+        """The number of a column's page. For a column of another table, the number is below 0 or
+        at least `width`."""
         return (column - self.first) * self.step
 
 

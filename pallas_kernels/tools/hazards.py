@@ -128,8 +128,8 @@ def too_many_registers(asked: list[int | None], of_launch: int) -> str | None:
         return None
     each = " + ".join(str(of_launch if n is None else n) for n in asked)
     return (
-        f"warpgroups need {each} registers a thread, {total * WARPGROUP} in all, of a thread "
-        f"block launched with {most * WARPGROUP}"
+        f"warpgroups need {each} registers a thread, {total * WARPGROUP} in all, but the "
+        f"thread block is launched with {most * WARPGROUP}"
     )
 
 

@@ -70,7 +70,7 @@ class Report:
             if found.blocks < resident:
                 faults.append(
                     f"{found.blocks} thread blocks of {kernel.name} fit a multiprocessor, "
-                    f"not {resident}: too few {found.bound}"
+                    f"not {resident}: limited by {found.bound}"
                 )
         if self.aliased < self.donated or self.temporaries > self.donated > 0:
             faults.append("a donated array is not written in place")

@@ -65,8 +65,8 @@ PARAMETERS = {
     "llama-2-70b": 68_976_648_192,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
-    # The published model is a Nemotron: its MLP has two matrices of width 9,216, not three of
-    # 6,144, and its 65 norms have biases. Both together make 4,190,509,056.
+    # The published model is a Nemotron: its MLP has two matrices of width 9,216, where this one has
+    # three of 6,144, and its 65 norms have biases. Both together make 4,190,509,056.
     "minitron-4b": 4_190_309_376,
     "opt-13b": 12_853_473_280,
     "opt-66b": 65_719_701_504,

@@ -18,8 +18,8 @@ EVENTS = sys.monitoring.events
 
 
 class Interruption(KeyboardInterrupt):
-    """An interrupt of the tests. Where Python drops it, `paged` must send no signal: pytest reports
-    it."""
+    """An interrupt of the tests. If Python drops one, pytest reports it; `paged` does not send it
+    again as a signal, as it does a KeyboardInterrupt."""
 
 
 class Points:

@@ -43,7 +43,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "diffkv_streaming_selected": ("diffkv", "diffkv_streaming", "diffkv_selected"),
 }
 SYSTEMS |= {n: ("diffkv", n) for n in ("kv_int8", "kv_int4", "h2o", "snapkv", "kivi", "qaq")}
-# Flags that a flag file sets, but the study's own flags decide.
+# Flags of flag files whose values come from the study's own flags.
 _OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
 
 

@@ -4,8 +4,8 @@ python -m experiments.papers.diffkv.fig14_memory_management
 
 The page manager's own programs are traced for the heads of all layers, with sequences of --tokens
 tokens. Each gather, scatter, scan, sort and reduction of the trace is one launch that reads and
-writes its operands once; elementwise operations are fused with these launches. The parts of a step
-are
+writes its operands once; elementwise operations are fused with these launches. A step has these
+parts:
 
     model        products, norms, activations, and attention with its scores
     compression  compression of prompts and of the token that leaves the window; writes of new

@@ -72,7 +72,7 @@ def tiles_of(starts, lengths, tokens: int) -> int:
 
 
 def heads_tiles(context: int) -> tuple[int, int]:
-    """`tiles_of` a dense head, and of a streaming head."""
+    """Numbers of tiles of a dense head, and of a streaming head."""
     starts, lengths = jnp.array([0, context], jnp.int32), jnp.array([context], jnp.int32)
     lists = streaming_lists(starts, lengths, context, PAGE, SINK // PAGE, LOCAL // PAGE)
     return tiles_of(starts, lengths, context), tiles_of(lists.starts, lists.lengths, context)

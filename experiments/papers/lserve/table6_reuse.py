@@ -41,7 +41,7 @@ def systems(flags: ReuseFlags) -> accuracy.Systems:
 
 def values(flags: ReuseFlags, rows: Sequence[Row]) -> Values:
     """difference_N: points over dense if N tokens share a selection.
-    sharing_4, sharing_8: points over the system with the fewest tokens of a selection.
+    sharing_N, for 4 and 8 tokens: points over the smallest of --intervals.
     """
     whole = accuracy.pooled(rows)
     points = {each: whole[label(each)].difference for each in flags.intervals}

@@ -29,7 +29,7 @@ from experiments.study import Run, Setting, Study, Values
 MODES: tuple[Literal["recompute", "swap"], ...] = ("recompute", "swap")
 COMPLETED = "completed"
 SMALL, MIDDLE, LARGE = (1, 2, 4, 8), (16, 32, 64), (64, 128, 256)
-NEAR = 1.2  # largest ratio of swapping's and recomputation's latencies, MIDDLE blocks
+NEAR = 1.2  # largest ratio of the two modes' latencies, either way round, with MIDDLE blocks
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RecoveryFlags(TraceFlags):
         tuple(2**i for i in range(9)), "tokens of a block", least=1, most=opt.CONTEXT
     )
     completed: tuple[int, ...] = flag(
-        (1, 16, 256), "block sizes also run with requests waiting for swapped ones to end", least=1,
+        (1, 16, 256), "block sizes run again, with new requests waiting for swapped ones", least=1,
         most=opt.CONTEXT, none=True,
     )  # fmt: skip
     rate: float = flag(2.0, "requests/s", above=0)

@@ -180,7 +180,7 @@ def sampling_of(case: Case) -> SamplingParams:
 
 
 def engine_of(case: Case, declare: Callable[..., StepCost] = StepCost.declare) -> Engine:
-    """The engine of a case. declare: returns its clock; arguments as of `StepCost.declare`."""
+    """The engine of a case. declare: returns its clock, like `StepCost.declare`."""
     server = SERVERS[case.server]
     model, beams = server.config, case.beam_width if case.policy == "vllm" else 1
     # A static batch has only requests that begin in one step.

@@ -93,7 +93,8 @@ def sweep(
     while (rows[-1].latency_s < latency_s) == upwards:
         rate = rows[-1].rate * (step if upwards else 1 / step)
         if rate < LEAST:
-            raise Refused(f"{case.policy} of {case.server} exceeds {latency_s} s/token at any rate")
+            exceeds = f"exceeds {latency_s} s/token even at {LEAST} requests/s"
+            raise Refused(f"{case.policy} of {case.server} {exceeds}")
         rows.append(run(replace(case, rate=round(rate, 4))))
     below, above = sorted(rows[-2:], key=lambda row: row.rate)
     for _ in range(bisections):

@@ -143,7 +143,7 @@ class Options(GatedOptions):
     pins: int = described(
         0,
         "prefixes that pin_prefix keeps unquantised, each with room for max_model_len tokens; "
-        "prompts reuse a prefix up to its last whole prompt_tile",
+        "prompts reuse the whole prompt_tiles before a prefix's last two tokens",
         least=0,
         below=2**15,
     )

@@ -75,7 +75,8 @@ class Recording:
         grown = np.diff(curves[1], axis=0) / np.diff(grid)[:, None, None, None]
         if (grown < 0).any() or (grown[..., 0] > 1 + ROUNDING).any():
             raise ValueError(
-                "with each token, a head must keep as many tokens as before, or one more"
+                "for each generated token, a head's kept tokens must grow by 0 to 1, in all and "
+                "in low precision"
             )
         tokens = np.arange(grid[-1] + 1)
         after = np.clip(np.searchsorted(grid, tokens), 1, len(grid) - 1)

@@ -106,8 +106,8 @@ class LServeDevice(BlockDevice):
 
     @property
     def _selection(self) -> str | None:
-        """The implementation of page selection; None lets the op choose, because the kernel does
-        not support all options."""
+        """The implementation of page selection. None for kernels, because the kernel does not
+        support all options; the op then chooses."""
         return self.implementation if self.implementation in ("reference", "xla") else None
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: LServeCache, plan, inputs):

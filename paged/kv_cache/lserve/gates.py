@@ -83,7 +83,7 @@ class GatedOptions:
 
     streaming_share: float | None = described(
         None,
-        f"share of KV heads that stream, in the order of their gates; {PAPERS_SHARE} if gates are "
+        f"share of KV heads that stream, lowest gates first; {PAPERS_SHARE} if gates are "
         "given, and refused without them",
         least=0,
         most=1,

@@ -33,8 +33,8 @@ class Swapped(NamedTuple):
 
 def pools_of(config: CacheConfig, layout: LServeLayout) -> tuple[Pool, ...]:
     """The pools of both kinds of heads. Where a recomputation would replay output token by token,
-    sequences are swapped by default. So the host's memory has room for a longest
-    sequence in every slot."""
+    sequences are swapped by default. So the host's memory has room for a sequence of
+    the greatest length in every slot."""
     longest = layout.max_pages, layout.sink + layout.local + 1
     each = zip((DENSE, STREAMING), layout.num_blocks, longest, layout.unit_bytes)
     return tuple(

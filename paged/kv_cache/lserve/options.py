@@ -46,7 +46,8 @@ class Options(GatedOptions):
         0, "prompt from which on dense heads prefill sparsely, as MInference does; 0 for never"
     )
     minference_budget: int = described(
-        4096, "tokens that a page of queries of a dense head then reads, in whole pages"
+        4096,
+        "tokens that a page of queries of a dense head reads in sparse prefill, in whole pages",
     )
     minference_tile: int = described(
         1024,
@@ -106,6 +107,6 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
     streams = options.streams(model)
     if streams.all():
         raise ValueError(
-            f"streaming_share ({options.streaming_share}) must leave one of the {streams.size} "
-            f"heads dense"
+            f"streaming_share ({options.streaming_share}) must leave at least one of the "
+            f"{streams.size} heads dense"
         )

@@ -175,7 +175,7 @@ def test_a_run_does_not_replace_one_with_other_flags(fork, tmp_path):
     # A folder that the user names is refused; the default folder gets a number.
     named = call("--seed=1", "--output_dir=results")
     assert (named.returncode, named.stderr) == (
-        1, "error: results holds a run with other flags (--seed was 0 and is 1): name another "
+        1, "error: results holds another run (--seed was 0 and is 1): name another "
         "--output_dir, or let --overwrite replace it\n",
     )  # fmt: skip
     assert call("--seed=1").stdout == "results holds another run: this one is in results-2\n"
@@ -185,8 +185,7 @@ def test_a_run_does_not_replace_one_with_other_flags(fork, tmp_path):
     assert seeds() == {"results": 2, "results-2": 1}
     (tmp_path / "results" / "report.json").write_text("[]")
     assert (
-        "holds a run with other flags (its report is invalid)"
-        in call("--output_dir=results").stderr
+        "holds another run (its report.json cannot be read)" in call("--output_dir=results").stderr
     )
 
 

@@ -151,7 +151,7 @@ def test_a_folder_holds_another_run_if_its_study_is_another(tmp_path):
     assert run_record.other_flags(tmp_path, {"seed": 0}, "vllm/a") == ""
     assert run_record.other_flags(tmp_path, {"seed": 0}, "vllm/b") == "it is of vllm/a"
     (tmp_path / "report.json").write_text("[" * 200_000)
-    assert run_record.other_flags(tmp_path, {"seed": 0}) == "its report is invalid"
+    assert run_record.other_flags(tmp_path, {"seed": 0}) == "its report.json cannot be read"
 
 
 def test_the_commit_is_found_without_touching_the_index():

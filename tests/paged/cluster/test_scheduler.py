@@ -28,7 +28,7 @@ def job(prompt: int = 3, **sampling) -> Job:
 
 
 def state(**batches: int) -> ClusterState:
-    """GPUs that each run `batches` sequences with prompts of 3 tokens, which take one page each."""
+    """GPUs by UUID. batches: number of sequences of each, with prompts of 3 tokens, a page each."""
     found = ClusterState(LIMITS)
     for uuid, batch in batches.items():
         gpu = found.gpus[uuid] = Gpu(uuid, LIMITS, LIMITS.kv_tokens)

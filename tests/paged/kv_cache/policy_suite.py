@@ -94,7 +94,7 @@ def cases_outside(environment: Mapping[str, str]) -> list[Case]:
     return [Case("yours", policy_of(name), config=config)]
 
 
-# Another head of each layer streams; the other heads read three of up to sixteen pages.
+# In each layer a different head streams; the other heads read three of up to sixteen pages.
 LSERVE_OPTIONS = lserve.Options(
     budget=12, reuse=2, logical_page=2, sink=4, local=8, streaming_share=0.5,
     gates=((0.1, 0.9), (0.8, 0.7)),
@@ -117,7 +117,7 @@ QAQ_OPTIONS = diffkv.Options(
     high="auto", low="K4V4", alpha_h=1.0, alpha_l=0.0, window=6, outliers=1, prompt_tile=8
 )
 WHOLE_PROMPTS = {"max_num_batched_tokens": LONGEST}
-# Another head of each layer streams; the other heads read three pages.
+# In each layer a different head streams; the other heads read three pages.
 DIFFKV_COMPOSED_OPTIONS = dataclasses.replace(
     DIFFKV_OPTIONS,
     sink=4,

@@ -308,7 +308,7 @@ def test_options_that_cannot_work_are_refused(changes, message):
             r"dense_layers \(3\) must be at most the model's 2",
         ),
         ({"num_layers": 3}, {}, "gates are of 2 layers of 2 KV heads, but the model has 3 of 2"),
-        ({}, {"policy_options": ALL_STREAM}, "must leave one of the 4 heads dense"),
+        ({}, {"policy_options": ALL_STREAM}, "must leave at least one of the 4 heads dense"),
         ({}, {"kv_cache_tokens": 20}, "hold no sequence: streaming heads alone need a window of 4"),
     ],
 )

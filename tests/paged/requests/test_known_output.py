@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[SamplingParams, Any]] = {
     "outside the vocabulary": (SAMPLED, [replace(ONE, tokens=[61])]),
     "unknown finish_reason 'bored'": (SAMPLED, [replace(ONE, finish_reason="bored")]),
     "may have 30, and one is to be generated": (SAMPLED, [replace(ONE, tokens=[7] * 30)]),
-    "has no finish_reason": (SAMPLED, [replace(ONE, tokens=[7, EOS])]),
+    "its finish_reason does not say so": (SAMPLED, [replace(ONE, tokens=[7, EOS])]),
     "needs their score": (replace(SAMPLED, best_of=2), [ONE, ONE]),
     "2 tokens and 1 log-probabilities": (
         replace(SAMPLED, logprobs=0), [replace(ONE, logprobs=[TokenLogprob(7, -1.0, {})])],

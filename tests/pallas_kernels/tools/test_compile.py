@@ -68,7 +68,7 @@ PASSING = Report(
     [
         ({"kernels": [replace(KERNEL, spills=8)]}, "paged_decode_0 spills 8 bytes"),
         ({"kernels": [replace(KERNEL, local_memory_instructions=1)]}, "spills 0 bytes"),
-        ({"kernels": [replace(KERNEL, occupancy=Occupancy(1, "registers"))]}, "not 2: too few"),
+        ({"kernels": [replace(KERNEL, occupancy=Occupancy(1, "registers"))]}, "not 2: limited by"),
         ({"launches": ["fusion"] * 4}, "4 launches, more than 3"),
         ({"balance": replace(BALANCED, idle=0.06)}, "6% of the thread blocks have no work"),
         ({"balance": replace(BALANCED, longest=1.3)}, "has 1.30 times the mean work"),

@@ -50,7 +50,7 @@ def stored(name: str, outliers: int = 0):
 
 PAPER, THREE = ("paper", "paper"), ("auto", "K8V8", "K4V4")
 WHOLE, H2O = ("auto", "auto"), ("h2o", "h2o")
-# Another head of each layer streams, and keeps a sink and its last tokens. The other heads keep
+# In each layer a different head streams, and keeps a sink and its last tokens. The other heads keep
 # tokens by their rules.
 GATES = {"gates": ((0.1, 0.9), (0.9, 0.2))}
 SLOW, SWEEP = {"marks": pytest.mark.slow}, {"marks": pytest.mark.sweep}

@@ -36,7 +36,7 @@ def config_of(options, **changes) -> EngineConfig:
     ],
 )
 def test_attention_is_that_of_a_loop(low, group, rest, parts, dim):
-    """Prompts that end within a group, at the end of a group, and within the rest. In the first two
+    """Prompts end within a group, within the rest, and at the end of a group. In the first two
     sequences, decode steps then write each place of the rest twice."""
     model = TINY.replace(num_layers=L, num_heads=H, num_kv_heads=K, head_dim=dim)
     options = {"high": "auto", "low": low, "window": rest, "key_group": group, "groups": parts}

@@ -124,7 +124,7 @@ def test_budgets_and_uniform_formats_keep_what_their_rules_say(options, prompt, 
         ({"recorded": curves(prompt=np.full((2, 2, 2, 2), 65.0).tolist())}, "from none to all"),
         (
             {"recorded": curves(generated=[np.full((2, 2, 2), x).tolist() for x in (32, 128)])},
-            "as many tokens as before, or one more",
+            "a head's kept tokens must grow by 0 to 1",
         ),
     ],
 )
