@@ -98,5 +98,5 @@ def test_averages_are_of_tasks_and_problems_must_be_named(tmp_path):
     found = benchmarks.of_paper({"Dense": {"a": 10.0, "b": 20.0}, "Ours-2": {"average": 3.0}})
     assert found == {"dense_a": 10.0, "dense_b": 20.0, "dense_average": 15.0, "ours_2_average": 3.0}
     study = table2_longbench.STUDY
-    with pytest.raises(ValueError, match="--problems must name a file"):
+    with pytest.raises(ValueError, match="--problems must name the benchmark's file"):
         study.check(study.flags())
