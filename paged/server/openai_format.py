@@ -226,7 +226,9 @@ class ChatRequest(GenerationRequest, Conversation):
     max_tokens: int | None = option("max_tokens", "; by default what the context leaves")
     max_completion_tokens: int | None = option("max_tokens", "; the newer name of max_tokens")
     logprobs: bool | None = Field(None, description="whether to report log-probabilities")
-    top_logprobs: int | None = Field(None, description="alternatives of each token; needs logprobs")
+    top_logprobs: int | None = Field(
+        None, description="number of alternatives for each token; needs logprobs"
+    )
     response_format: ResponseFormat | None = None
     modalities: Items[Literal["text"]] | None = None
     tools: Unsupported = None
