@@ -39,6 +39,7 @@ MIN_STEPS = 2  # The fewest steps of a thread block of shrink. The last part may
 TILES = 256, 128  # Output columns of a thread block of expand. The first number that fits is used.
 MOST_HELD = 512  # The most output columns times pages in a block of expand, except for TILES[-1].
 PART = 64  # Output columns of one wgmma in expand. More would need too many registers.
+TMA_BYTES = 128  # In shared memory, copies begin at multiples of this, so rows are as long.
 MOST_PAGES = 8  # The most rank pages of an adapter, which expand holds in shared memory.
 
 
@@ -111,7 +112,7 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
             "columns_s": plgpu.SMEM(
                 (STAGES, PAGE_RANKS, chunk), x.dtype, transforms=swizzled(chunk)
             ),
-            "out_s": plgpu.SMEM((ROWS, PAGE_RANKS), jnp.float32),
+            "out_s": plgpu.SMEM((ROWS, TMA_BYTES // 4), jnp.float32),
             "sums_s": plgpu.SMEM((ROWS,), jnp.float32),
             # In both schedules CHUNKS copies fill a stage of rows_s, and one fills columns_s.
             "filled": plgpu.Barrier(num_arrivals=CHUNKS + 1, num_barriers=STAGES),
@@ -219,9 +220,11 @@ def _shrink_items(
             page_s = columns_s.at[stage]
             return whole_product((ROWS, PAGE_RANKS), rows_s.at[stage], page_s.transpose((1, 0)))
 
-        out_s[...] = in_stages(begin * CHUNKS, end * CHUNKS, fetch, product, (ROWS, PAGE_RANKS))
-        ranks = pl.ds(0, PAGE_RANKS)
-        _store_rows(out_s, lambda rows: out_ref.at[split, rows, q, ranks], base, lo, hi)
+        sums = in_stages(begin * CHUNKS, end * CHUNKS, fetch, product, (ROWS, PAGE_RANKS))
+        out_s[:, :PAGE_RANKS] = sums
+        # The columns after the ranks are copied too, and `_shrink` ignores them.
+        copied = pl.ds(0, out_s.shape[1])
+        _store_rows(out_s, lambda rows: out_ref.at[split, rows, q, copied], base, lo, hi)
 
 
 def _expand(v, b, layer, schedule, rank_pages, num_rank_pages, dtype):
@@ -241,7 +244,7 @@ def _expand(v, b, layer, schedule, rank_pages, num_rank_pages, dtype):
             "v_s": plgpu.SMEM((Q, ROWS, PAGE_RANKS), v.dtype, transforms=of_pages),
             "b_s": plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype, transforms=of_pages),
             "out_s": plgpu.SMEM((ROWS, PART), dtype),
-            "token_s": plgpu.SMEM((Q, PAGE_RANKS), v.dtype),
+            "token_s": plgpu.SMEM((Q, TMA_BYTES // v.dtype.itemsize), v.dtype),
             "page_s": plgpu.SMEM((Q, PAGE_RANKS, tile), v.dtype),
             "row_s": plgpu.SMEM((tile,), dtype),
             "filled": plgpu.Barrier(num_arrivals=2 * Q),
@@ -281,7 +284,7 @@ def _expand_items(
 
     @pl.when((hi > lo) & (alone != 0))
     def one_token():
-        fetch(base + lo, token_s, page_s)
+        fetch(base + lo, token_s.at[:, pl.ds(0, PAGE_RANKS)], page_s)
 
         def add_page(q, acc):
             for r in range(PAGE_RANKS):

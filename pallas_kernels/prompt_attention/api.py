@@ -111,11 +111,9 @@ def prompt_attention(
     if masks:
         refusal = refusal or f"it has no {' and no '.join(masks)}"
     run = backend.choose("prompt_attention", PROMPT, implementation, refusal)
-    if run is not prompt_sm90.prompt:
-        masks["tile"] = tile
     return run(
         q_TxHxD, k_TxKxD, v_TxKxD, jnp.asarray(query_starts, jnp.int32), scale=scale,
-        last_rows=last_rows, own=own, by_head=by_head, schedule=schedule, **masks,
+        last_rows=last_rows, own=own, by_head=by_head, tile=tile, schedule=schedule, **masks,
     )  # fmt: skip
 
 

@@ -115,8 +115,8 @@ def schedule_of(
     )
 
 
-def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None):
-    """As `prompt_attention`, for arguments that `refusal` allows."""
+def prompt(q, k, v, query_starts, *, scale, last_rows, own, by_head, schedule=None, tile=None):
+    """As `prompt_attention`, for arguments that `refusal` allows. `tile` has no effect."""
     (T, H, _), K = q.shape, k.shape[1]
     if schedule is None:
         schedule = schedule_of(query_starts, T, H, K, last_rows, own, by_head)

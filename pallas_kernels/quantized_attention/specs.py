@@ -59,7 +59,9 @@ class Mixed:
         shape, levels = (self.sequences, self.heads.K), len(self.names)
         if not self.ragged:
             return jnp.stack([jnp.full(shape, most, jnp.int32) for most in self.most], -1)
-        keys, edges = jax.random.split(key, levels), jnp.asarray(_EDGES[:, -levels:])
+        # A precision without columns in the table has no tokens.
+        edges = jnp.asarray(np.minimum(_EDGES[:, -levels:], self.most))
+        keys = jax.random.split(key, levels)
         drawn = [jax.random.randint(k, shape, 0, most + 1) for k, most in zip(keys, self.most)]
         heads = np.prod(shape)
         counts = [
@@ -142,9 +144,17 @@ def _pages(key, format: PageFormat, count: int):
     for i, (section, k) in enumerate(zip(format.sections[:4], keys)):
         shape = count, format.tokens * section.width
         one = format.keys if i < 2 else format.values
-        drawn = _scales(k, one, shape) if i % 2 else jax.random.bits(k, shape, jnp.uint32)
+        drawn = _scales(k, one, shape) if i % 2 else _codes(k, one, shape)
         words = words.at[:, section.first : section.first + shape[1]].set(drawn)
     return words
+
+
+def _codes(key, format: KVFormat, shape):
+    """Random codes; floats from -2 to 2 if the format has no codes."""
+    if format.scaled:
+        return jax.random.bits(key, shape, jnp.uint32)
+    floats = jax.random.uniform(key, (*shape, 2), minval=-2.0, maxval=2.0)
+    return joined(floats[..., 0].astype(format.floats), floats[..., 1].astype(format.floats))
 
 
 def _scales(key, format: KVFormat, shape):

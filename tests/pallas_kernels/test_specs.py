@@ -1,14 +1,17 @@
 """Named arguments: their lengths and plans, and every implementation on small ones."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
+from pallas_kernels import backend
 from pallas_kernels.ops import OPS
 from pallas_kernels.paged_attention import specs
 from pallas_kernels.specs import Attention, Heads
+from pallas_kernels.tools.targets import TARGETS
 from tests.pallas_kernels.interpreted import run_spec
 
 # Slow tests run these of an op's small arguments; the sweeps run all of them.
@@ -53,6 +56,17 @@ def test_plans_are_arguments_of_the_op(make):
         lambda a, p: spec.op(**a, **p, **spec.options, implementation="mosaic_gpu"), arguments, plan
     )
     assert out.shape == next(iter(arguments.values())).shape
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_hopper_can_run_every_op_by_default(op):
+    """By default a call has both the kernel and XLA's implementation, with the same options."""
+    for spec in OPS[op].checked(True).values():
+        call = partial(spec.op, **spec.options)
+        with backend.compiling_for(TARGETS["h200"].gpu):
+            found = jax.eval_shape(call, **spec.shapes())
+        expected = jax.eval_shape(partial(call, implementation="reference"), **spec.shapes())
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
 
 
 @pytest.mark.parametrize(
