@@ -8,25 +8,32 @@ kernel libraries that can be imported are timed as peers. In order:
 1. every op and named argument spec: errors against `reference` in float32, and bit equality of
    two runs; also long contexts, large logits, and chunks after long histories;
 2. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
-3. the median time of every kernel and spec on the device, beside its floor at these rates;
+3. the median times of the most important specs' kernels, beside their floors at these rates;
 4. the engine's decode step at Llama-3-8B's shapes, beside the floor of its weights and KV cache, if
    the engine's packages are installed; peers' times for the same shapes;
-5. XLA's implementations of the ops, checked and timed the same way.
+5. the median times of all other kernels and specs;
+6. XLA's implementations of the ops, checked and timed the same way.
 
-Parts for which --minutes leave no time are listed as left out. Times are kernel times, without the
-gaps between kernels. Calls rotate through several sets of inputs, so that few inputs are in the L2
-cache. gpu_check.json holds all results with hardware, versions and commit; it is rewritten after
-each result. Exits with an error if a result is wrong.
+Checks mostly compile, so --jobs of them run at once, each in a process. A check that fails runs
+again in a new process, because an error of a kernel breaks all later calls of its process. Times
+are measured alone. Parts for which --minutes leave no time are listed as left out.
+
+Times are kernel times, without the gaps between kernels. Calls rotate through several sets of
+inputs, so that few inputs are in the L2 cache. gpu_check.json holds all results with hardware,
+versions and commit; it is rewritten after each result. Exits with an error if a result is wrong.
 """
 
 import argparse
 import dataclasses
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +103,21 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
         of_bound=of_bound,
         repeats_to_the_bit=all(np.array_equal(f, a) for f, a in zip(found, again)),
     )
+
+
+def check_named(small: bool, op: str, name: str, implementation: str) -> Check:
+    """`check` in a process of `processes`, which cannot receive a spec."""
+    return check(op, name, OPS[op].checked(small)[name], implementation)
+
+
+def processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, get_context("spawn"), initializer=_share_gpu)
+
+
+def _share_gpu() -> None:
+    """Take GPU memory as needed and give it back, and choose products without timing them."""
+    os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 
 @dataclass(frozen=True)
@@ -261,6 +283,21 @@ class Results:
             print(f"{name}: {self.failed[name]}", flush=True)
         self.write()
 
+    def add_checks(self, calls: list[tuple], jobs: int) -> None:
+        """Add `check_named` of each of `calls`, in `jobs` processes; with one job, in this one."""
+        labels = [" ".join(("check", *call[1:])) for call in calls]
+        if jobs == 1:
+            for label, call in zip(labels, calls):
+                self.add(self.checks, label, check_named, *call)
+            return
+        with processes(jobs) as pool:
+            try:
+                running = [pool.submit(check_named, *call) for call in calls]
+                for label, call, future in zip(labels, calls, running):
+                    self.add(self.checks, label, _result_or_again, future, call)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
     def write(self) -> None:
         if self._output_dir:
             public = {name: x for name, x in vars(self).items() if not name.startswith("_")}
@@ -283,7 +320,17 @@ class Results:
         return failed + [str(check) for check in self.checks if not check.passes]
 
 
+def _result_or_again(future, call: tuple) -> Check:
+    try:
+        return future.result()
+    except Exception:
+        with processes(1) as pool:
+            return pool.submit(check_named, *call).result()
+
+
 def main(argv: list[str]) -> str | None:
+    # Processes that check share the GPU's memory with this one.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -293,6 +340,7 @@ def main(argv: list[str]) -> str | None:
     parser.add_argument("--op", type=several, default=list(OPS), help="default: all")
     parser.add_argument("--spec", type=several, help="default: all")
     parser.add_argument("--minutes", type=float, default=7, help="after which nothing is begun")
+    parser.add_argument("--jobs", type=int, help="checks at once; default: half of the cores")
     parser.add_argument(
         "--small", action="store_true", help="tiny shapes: to try the program without a GPU"
     )
@@ -318,24 +366,33 @@ def main(argv: list[str]) -> str | None:
             parser.error(f"{folder} holds a gpu_check.json: --overwrite replaces it")
     results, most_sets = Results(arguments.output_dir, arguments.minutes), 2 if small else MAX_SETS
 
-    def check_and_time(what: list, how: Callable, to: list, kernels: bool, *options) -> None:
+    # Without a GPU, interpreted kernels take all cores.
+    jobs = arguments.jobs or (1 if small else max(1, (os.cpu_count() or 1) // 2))
+
+    def check_all(kernels: bool) -> None:
+        named = [(op, name, kernel_of(op) if kernels else "xla") for op, name, _ in to_check]
+        results.add_checks([(small, *each) for each in named if each[-1]], jobs)
+
+    def time_all(what: list, kernels: bool) -> None:
         for op, name, spec in what:
             if implementation := kernel_of(op) if kernels else "xla":
-                label = f"{how.__name__} {op} {name} {implementation}"
-                results.add(to, label, how, op, name, spec, implementation, *options)
+                call = op, name, spec, implementation, rates, most_sets
+                results.add(results.timings, f"time {op} {name} {implementation}", time_spec, *call)
 
-    check_and_time(to_check, check, results.checks, True)
+    check_all(kernels=True)
     results.rates = measure_rates(small)
     rates = Rates.best(results.rates)
-    print(rates)
-    check_and_time(to_time, time_spec, results.timings, True, rates, most_sets)
+    print(rates, flush=True)
+    first = [each for each in to_time if each[1] in FIRST]
+    time_all(first, kernels=True)
     results.add(results.timings, "engine step", time_engine, small, rates)
     for op in (op for op in OPS if op in arguments.op):
         for (spec, peer), call in OPS[op].timed_peers(small).items():
             results.add(results.peers, f"{op} {spec} {peer}", time_peer, op, spec, peer, call)
-    check_and_time(to_check, check, results.checks, False)
-    quick = [(op, *spec) for op, *spec in to_time if small or spec[0] not in OPS[op].slow_as_xla]
-    check_and_time(quick, time_spec, results.timings, False, rates, most_sets)
+    time_all(to_time[len(first) :], kernels=True)
+    check_all(kernels=False)
+    quick = [each for each in to_time if small or each[1] not in OPS[each[0]].slow_as_xla]
+    time_all(quick, kernels=False)
 
     print(results.table())
     if results.left_out:
