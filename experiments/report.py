@@ -271,18 +271,57 @@ def kernel_table(results: Path) -> str:
         for (op, kernel, target), all_gates in gates.items():
             if set(all_gates) == {"ok"}:
                 compiled.setdefault((op, kernel), {}).setdefault(target, []).append(jax)
-    checks = [json.loads(path.read_bytes()) for path in results.glob("*/gpu_check.json")]
-    ran = {device for check in checks for device in check["hardware"]["jax_devices"]}
-    on = ", ".join(sorted(ran)) or "no"
-    table = ["| op | kernel | interpreted | compiled, on JAX | run | timed |", f"|{'---|' * 6}"]
+    checks = gpu_checks(results)
+    table = ["| op | kernel | interpreted | compiled, on JAX | right | timed |", f"|{'---|' * 6}"]
     for op, kernels in OPS.items():
         for kernel in (kernel for kernel in MADE_FOR if kernel in kernels.implementations):
             passed = [
                 f"{target}, {' and '.join(versions)}"
                 for target, versions in compiled.get((op, kernel), {}).items()
             ]
-            cells = f"`{op}`", f"`{kernel}`", "in tests", "; ".join(passed) or "no", on, on
+            right, timed = _right_and_timed(checks, op, kernel)
+            cells = f"`{op}`", f"`{kernel}`", "in tests", "; ".join(passed) or "no", right, timed
             table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def gpu_checks(results: Path) -> list[dict[str, Any]]:
+    """The results of `experiments.gpu.check`, each with `device`, a GPU's short name."""
+    found = [json.loads(path.read_bytes()) for path in sorted(results.glob("*/gpu_check.json"))]
+    return [each | {"device": each["hardware"]["jax_devices"][0].split()[1]} for each in found]
+
+
+def _right_and_timed(checks: Sequence[dict[str, Any]], op: str, kernel: str) -> tuple[str, str]:
+    """The cases of a kernel that are right, and those that are timed, by GPU."""
+    right, timed = [], []
+    for each in checks:
+        of_kernel, times = (
+            [x for x in each[name] if (x["op"], x["implementation"]) == (op, kernel)]
+            for name in ("checks", "timings")
+        )
+        passed = [x for x in of_kernel if x["of_bound"] <= 1 and x["repeats_to_the_bit"]]
+        if of_kernel:
+            right.append(f"{each['device']}: {len(passed)} of {len(of_kernel)}")
+        if times:
+            timed.append(f"{each['device']}: {len(times)}")
+    return "; ".join(right) or "no", "; ".join(timed) or "no"
+
+
+def gpu_times(results: Path) -> str:
+    """A line for each timed kernel and spec, with peers' times for the same shapes."""
+    table = ["| GPU | op | spec | ms | share of floor | others (ms) |", f"|{'---|' * 6}"]
+    for each in gpu_checks(results):
+        for x in each["timings"]:
+            share = f"{x['floor_seconds'] / x['seconds']:.0%}"
+            others = [
+                f"{p['peer']} {1e3 * p['seconds']:.3g}"
+                for p in each["peers"]
+                if (p["op"], p["spec"]) == (x["op"], x["spec"]) and p["seconds"]
+            ]
+            if x["implementation"] != "xla":
+                cells = each["device"], f"`{x['op']}`", f"`{x['spec']}`"
+                ms, text = f"{1e3 * x['seconds']:.3g}", "; ".join(others)
+                table.append(f"| {' | '.join((*cells, ms, share, text))} |")
     return "\n".join(table)
 
 
@@ -307,6 +346,7 @@ def with_tables(text: str, of: Sequence[Row], up: str) -> str:
         "matrix": lambda: matrix(results),
         "matrix_in_short": lambda: matrix(results, IN_SHORT),
         "kernels": lambda: kernel_table(results),
+        "gpu_times": lambda: gpu_times(results),
     } | {paper: partial(paper_table, of, paper, up) for paper in (*PAPERS, "bench")}
     return BLOCK.sub(made, text)
 

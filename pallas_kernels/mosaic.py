@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -10,18 +11,21 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax._src import core
+from jax._src.state.indexing import NDIndexer
 from jax._src.state.types import transform_type
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 
 __all__ = [
-    "copy_async", "in_runs", "interpreted", "interpreting", "is_barrier", "is_shared_memory",
-    "kernel", "kernel_seconds", "loop_constants", "mma", "multiply_add", "pl", "plgpu",
-    "product_but", "product_of_registers", "products_left", "reduced_rows", "reduces_rows",
-    "reduction_scratch", "store", "sub_jaxprs", "swizzled", "tile_layout", "tiled", "viewed",
-    "wait_copies", "whole_product",
+    "TMA_BYTES", "copy_async", "in_runs", "interpreted", "interpreting", "is_barrier",
+    "is_shared_memory", "kernel", "kernel_seconds", "loop_constants", "mma", "multiply_add", "pl",
+    "plgpu", "product_but", "product_of_registers", "products_left", "reduced_rows", "reduces_rows",
+    "reduction_scratch", "starts", "store", "sub_jaxprs", "swizzled", "tile_layout", "tiled",
+    "viewed", "wait_copies", "whole_product",
 ]  # fmt: skip
+
+TMA_BYTES = 128  # In shared memory, TMA copies begin at multiples of this.
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
 
@@ -298,9 +302,28 @@ def viewed(eqn, operand: int):
 
     operand: the operand's number. A value in registers is accessed whole.
     """
-    params, aval = eqn.params, eqn.invars[operand].aval
+    return transform_type(_transforms(eqn, operand), eqn.invars[operand].aval)
+
+
+def starts(eqn) -> Iterator[tuple[Any, int]]:
+    """Where a TMA copy begins in shared memory: each index, a number or a variable, with the bytes
+    from one index to the next. None for tiled memory, of which copies have whole tiles."""
+    operand = next(i for i, v in enumerate(eqn.invars) if is_shared_memory(v.aval))
+    transforms, aval = _transforms(eqn, operand), eqn.invars[operand].aval
+    if not all(isinstance(each, NDIndexer) for each in transforms):
+        return
+    steps = [aval.dtype.itemsize * math.prod(aval.shape[i + 1 :]) for i in range(aval.ndim)]
+    for indexer in transforms:
+        found = list(zip(indexer.indices, steps, strict=True))
+        yield from ((i.start if isinstance(i, pl.Slice) else i, step) for i, step in found)
+        steps = [step for i, step in found if isinstance(i, pl.Slice)]
+
+
+def _transforms(eqn, operand: int) -> tuple:
+    params = eqn.params
     names = {
         "copy_gmem_to_smem": ("src_transforms_treedef", "dst_transforms_treedef"),
+        "copy_smem_to_gmem": ("src_transforms_treedef", "dst_transforms_treedef"),
         "wgmma_ref": ("acc_transforms_tree", "a_transforms_tree", "b_transforms_tree"),
     }[eqn.primitive.name]
     first = len(names) + params.get("has_barrier", False)
@@ -308,7 +331,6 @@ def viewed(eqn, operand: int):
         count = getattr(params[name], "num_leaves", 0)
         if i == operand:
             leaves = [getattr(v, "val", v) for v in eqn.invars[first : first + count]]
-            transforms = params[name].unflatten(leaves) if count or params[name] else ()
-            return transform_type(transforms, aval)
+            return params[name].unflatten(leaves) if count or params[name] else ()
         first += count
     raise AssertionError(f"{eqn.primitive.name} has no reference {operand}")

@@ -43,7 +43,7 @@ from experiments.lib import run_record
 from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
 from pallas_kernels.ops import OPS
-from pallas_kernels.specs import Rates, Spec
+from pallas_kernels.specs import Cost, Rates, Spec
 
 REPEATS = 10
 L2_BYTES = 64 * 2**20  # at least the L2 size of every supported GPU
@@ -110,14 +110,20 @@ def check_named(small: bool, op: str, name: str, implementation: str) -> Check:
     return check(op, name, OPS[op].checked(small)[name], implementation)
 
 
-def processes(count: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(count, get_context("spawn"), initializer=_share_gpu)
+def processes(count: int, initializer: Callable[[], None]) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, get_context("spawn"), initializer=initializer)
 
 
 def _share_gpu() -> None:
     """Take GPU memory as needed and give it back, and choose products without timing them."""
     os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+
+
+def _take_gpu() -> None:
+    """Take most GPU memory at once. Memory that grows by and by has gaps, which are too small for
+    the pools of a real model."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
 
 
 @dataclass(frozen=True)
@@ -222,12 +228,21 @@ def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> f
 
 
 def time_engine(small: bool, rates: Rates) -> Timing:
-    """Time the engine's decode step. Raises ImportError if its packages are not installed."""
-    from experiments.gpu import engine
-
-    name, seconds, cost = engine.time_decode_step(small)
+    """Time the engine's decode step, with a GPU in a process of its own. Raises ImportError if its
+    packages are not installed."""
+    if small:
+        name, seconds, cost = _engine_step(small)
+    else:
+        with processes(1, _take_gpu) as pool:
+            name, seconds, cost = pool.submit(_engine_step, small).result()
     floor = rates.floor_s(cost)
     return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
+
+
+def _engine_step(small: bool) -> tuple[str, float, Cost]:
+    from experiments.gpu import engine
+
+    return engine.time_decode_step(small)
 
 
 def time_peer(op: str, spec: str, peer: str, call: Callable[[Callable], float]) -> PeerTiming:
@@ -290,7 +305,7 @@ class Results:
             for label, call in zip(labels, calls):
                 self.add(self.checks, label, check_named, *call)
             return
-        with processes(jobs) as pool:
+        with processes(jobs, _share_gpu) as pool:
             try:
                 running = [pool.submit(check_named, *call) for call in calls]
                 for label, call, future in zip(labels, calls, running):
@@ -324,7 +339,7 @@ def _result_or_again(future, call: tuple) -> Check:
     try:
         return future.result()
     except Exception:
-        with processes(1) as pool:
+        with processes(1, _share_gpu) as pool:
             return pool.submit(check_named, *call).result()
 
 

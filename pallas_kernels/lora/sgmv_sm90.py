@@ -27,7 +27,7 @@ from jax import lax
 from pallas_kernels import backend
 from pallas_kernels.lora.segments import PAGE_RANKS, pages_held
 from pallas_kernels.lora.work_items import ROWS, padded, sgmv_schedule
-from pallas_kernels.mosaic import in_runs, kernel, pl, plgpu, swizzled, whole_product
+from pallas_kernels.mosaic import TMA_BYTES, in_runs, kernel, pl, plgpu, swizzled, whole_product
 from pallas_kernels.ragged import ALIGNMENT
 
 CHUNKS = ROWS // PAGE_RANKS  # One token: chunks of a page in one product, 16 rows each.
@@ -39,7 +39,6 @@ MIN_STEPS = 2  # The fewest steps of a thread block of shrink. The last part may
 TILES = 256, 128  # Output columns of a thread block of expand. The first number that fits is used.
 MOST_HELD = 512  # The most output columns times pages in a block of expand, except for TILES[-1].
 PART = 64  # Output columns of one wgmma in expand. More would need too many registers.
-TMA_BYTES = 128  # In shared memory, copies begin at multiples of this, so rows are as long.
 MOST_PAGES = 8  # The most rank pages of an adapter, which expand holds in shared memory.
 
 
@@ -112,6 +111,7 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
             "columns_s": plgpu.SMEM(
                 (STAGES, PAGE_RANKS, chunk), x.dtype, transforms=swizzled(chunk)
             ),
+            # Copies may begin at any row.
             "out_s": plgpu.SMEM((ROWS, TMA_BYTES // 4), jnp.float32),
             "sums_s": plgpu.SMEM((ROWS,), jnp.float32),
             # In both schedules CHUNKS copies fill a stage of rows_s, and one fills columns_s.

@@ -1,6 +1,6 @@
 """A check of a kernel's jaxpr for errors that neither the interpreter nor the compiler reports.
 
-A kernel that breaks one of these rules races or hangs on a GPU, or reads zeros:
+A kernel that breaks one of these rules races, hangs or fails on a GPU, or reads zeros:
 
 - Registers: after `set_max_registers`, all warpgroups of a thread block together have at most the
   registers of the launch. Otherwise the last warpgroup that requests registers waits for ever.
@@ -10,6 +10,8 @@ A kernel that breaks one of these rules races or hangs on a GPU, or reads zeros:
 - Indices: TMA numbers rows in int32, and reads rows beyond int32 as zeros. The kernels compute
   indices in int32 too. With the largest pools that fit a GPU, each axis of an array that a kernel
   reads or writes is shorter than 2**31. Mosaic computes offsets in bytes, in 64 bits.
+- Alignment: a TMA copy begins at a multiple of 128 bytes of shared memory, whatever its indices.
+  Otherwise the GPU stops the kernel and all later ones of the process.
 - Barriers: every kernel has Mosaic's automatic barriers (no `unsafe_no_auto_barriers`). Within a
   warpgroup only these order a warp's accesses to shared memory with another warp's accesses, and
   with the TMA copies that the other warp starts. The kernels' own barriers order warpgroups.
@@ -28,7 +30,14 @@ import jax
 import numpy as np
 
 from pallas_kernels import backend
-from pallas_kernels.mosaic import loop_constants, reduces_rows, sub_jaxprs
+from pallas_kernels.mosaic import (
+    TMA_BYTES,
+    is_shared_memory,
+    loop_constants,
+    reduces_rows,
+    starts,
+    sub_jaxprs,
+)
 from pallas_kernels.specs import Spec
 from pallas_kernels.tools.compiled import Kernel
 from pallas_kernels.tools.kernel_jaxpr import LOOPS, WARPGROUP, bodies, calls, inner_roots
@@ -142,9 +151,24 @@ def _check(call) -> Iterator[str]:
     if complaint := too_many_registers(asked, registers_of_launch(WARPGROUP * warpgroups)):
         yield f"{name}: {complaint}"
     yield from (f"{name}: {complaint}" for complaint in _shared_scratch(call))
+    yield from (f"{name}: {complaint}" for complaint in dict.fromkeys(_misaligned(call)))
     for variable in body.invars:
         if max(variable.aval.shape, default=0) >= MOST_INDEX:  # All are in global memory.
             yield f"{name} has an axis of 2**31 or more, which no int32 counts: {variable.aval}"
+
+
+def _misaligned(call) -> Iterator[str]:
+    """Copies that may begin between multiples of TMA_BYTES of shared memory."""
+    for reached in _by_warpgroup(call):
+        for eqn, _, values in reached:
+            if eqn.primitive.name not in ("copy_gmem_to_smem", "copy_smem_to_gmem"):
+                continue
+            for index, step in starts(eqn):
+                known = index if isinstance(index, int) else _value(index, values)
+                if step % TMA_BYTES and (known is None or known * step % TMA_BYTES):
+                    at = "any index" if known is None else f"index {int(known)}"
+                    memory = next(v.aval for v in eqn.invars if is_shared_memory(v.aval))
+                    yield f"a copy begins at {at} of {step} bytes each of {memory}"
 
 
 def _shared_scratch(call) -> Iterator[str]:

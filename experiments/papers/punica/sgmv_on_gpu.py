@@ -183,8 +183,9 @@ def _gather_bmm(x, a, b, adapter_of_token):
     return jnp.einsum("tr,tro->to", v, b[adapter_of_token])
 
 
-def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]:
-    """Implementations of x·A·B by name, and EXPAND, a single SGMV.
+def programs(case: Case, weights: Weights) -> dict[str, tuple[Callable[..., jax.Array], tuple]]:
+    """Implementations of x·A·B by name, and EXPAND, a single SGMV: each a function with its
+    arguments, because XLA computes at compilation what depends on no argument.
 
     sgmv: this machine's kernel.
     loop: a program for each adapter, dispatched one after the other.
@@ -196,22 +197,21 @@ def programs(case: Case, weights: Weights) -> dict[str, Callable[[], jax.Array]]
     adapter_of_token = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths), jnp.int32)
     starts = np.cumsum(lengths) - lengths
     # The slices are outside the timed loop, because other frameworks make such views for free.
-    parts = [
-        (jnp.int32(start), length, a[i], b[i])
-        for i, (start, length) in enumerate(zip(starts, lengths))
-    ]
+    parts = [(jnp.int32(start), a[i], b[i]) for i, start in enumerate(starts)]
     width = weights.rank_pages.shape[1] * PAGE_RANKS
     v = x[:, :width] if case.inputs >= width else jnp.ones((case.batch, width), case.dtype)
 
-    def loop():
-        rows = [_one_adapter(x, a, b, start, length) for start, length, a, b in parts]
+    def loop(x, parts):
+        rows = [
+            _one_adapter(x, a, b, start, length) for (start, a, b), length in zip(parts, lengths)
+        ]
         return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
     return {
-        SGMV: lambda: _sgmv(w, segments),
-        LOOP: loop,
-        GATHER_BMM: lambda: _gather_bmm(x, a, b, adapter_of_token),
-        EXPAND: lambda: _expand(v, w, segments),
+        SGMV: (_sgmv, (w, segments)),
+        LOOP: (loop, (x, parts)),
+        GATHER_BMM: (_gather_bmm, (x, a, b, adapter_of_token)),
+        EXPAND: (_expand, (v, w, segments)),
     }
 
 
@@ -236,7 +236,7 @@ def measured(case: Case, names: Sequence[str]) -> dict[str, float | None]:
         return dict.fromkeys(names)
     weights = Weights.draw(case, 0)
     runs = programs(case, weights)
-    return {name: kernels.peer_us(runs[name]) for name in names}
+    return {name: kernels.peer_us(runs[name][0], *runs[name][1]) for name in names}
 
 
 def measure(flags: OperatorFlags, _) -> Iterator[Row]:

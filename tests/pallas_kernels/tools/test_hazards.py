@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels import backend, mosaic
 from pallas_kernels.kv_write import write_kv
+from pallas_kernels.lora import sgmv_sm90
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.ops import OPS
 from pallas_kernels.page_selection import write_key_statistics
@@ -52,6 +53,15 @@ def test_lanes_that_reduce_through_the_first_lanes_scratch(op, monkeypatch):
     )  # fmt: skip
     (complaint,) = _complaints(op)
     assert "warpgroups [0, 1] reduce through one scratch" in complaint
+
+
+def test_a_copy_that_may_begin_between_multiples_of_128_bytes(monkeypatch):
+    """On a GPU SGMV ended with "misaligned address", which no interpreter shows."""
+    assert _complaints("sgmv", "llama-2-7b-rank64") == []
+    monkeypatch.setattr(sgmv_sm90, "TMA_BYTES", 64)
+    shrink, *expand = _complaints("sgmv", "llama-2-7b-rank64")
+    assert "sgmv_shrink: a copy begins at any index of 64 bytes each" in shrink
+    assert "sgmv_expand: a copy begins at index 1 of 64 bytes each" in expand[0]
 
 
 @pytest.mark.parametrize("op", PREFILLS)

@@ -31,9 +31,9 @@ def test_everything_that_is_timed_gives_the_same(popularity):
     expected = np.einsum("ti,tir,tro->to", x, a[adapter], b[adapter])
     # The expand alone takes all 32 columns of x as its input; b is zero beyond rank 24.
     expanded = np.einsum("tr,tro->to", x[:, :24], b[adapter])
-    for name, run in programs(case, weights).items():
+    for name, (run, arguments) in programs(case, weights).items():
         wanted = expanded if name == EXPAND else expected
-        np.testing.assert_allclose(run(), wanted, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(run(*arguments), wanted, atol=1e-4, err_msg=name)
 
 
 def test_segments_of_all_popularities_have_one_shape():
