@@ -286,22 +286,28 @@ def kernel_table(results: Path) -> str:
 
 
 def gpu_checks(results: Path) -> list[dict[str, Any]]:
-    """The results of `experiments.gpu.check`, each with `device`, a GPU's short name."""
-    found = [json.loads(path.read_bytes()) for path in sorted(results.glob("*/gpu_check.json"))]
-    return [each | {"device": each["hardware"]["jax_devices"][0].split()[1]} for each in found]
+    """The results of `experiments.gpu.check` on GPUs. `device` is the name of a result's folder."""
+    paths = sorted(results.glob("*/gpu_check.json"))
+    found = [json.loads(path.read_bytes()) | {"device": path.parent.name.upper()} for path in paths]
+    return [each for each in found if each["hardware"]["jax_backend"] != "cpu"]
 
 
 def _right_and_timed(checks: Sequence[dict[str, Any]], op: str, kernel: str) -> tuple[str, str]:
-    """The cases of a kernel that are right, and those that are timed, by GPU."""
+    """The cases of a kernel that are right, of all cases, and those that are timed, by GPU."""
     right, timed = [], []
     for each in checks:
-        of_kernel, times = (
+        done, times = (
             [x for x in each[name] if (x["op"], x["implementation"]) == (op, kernel)]
             for name in ("checks", "timings")
         )
-        passed = [x for x in of_kernel if x["of_bound"] <= 1 and x["repeats_to_the_bit"]]
-        if of_kernel:
-            right.append(f"{each['device']}: {len(passed)} of {len(of_kernel)}")
+        missing = [
+            name
+            for name in (*each["failed"], *each["left_out"])
+            if (words := name.split())[:2] == ["check", op] and words[3] == kernel
+        ]
+        passed = [x for x in done if x["of_bound"] <= 1 and x["repeats_to_the_bit"]]
+        if cases := len(done) + len(missing):
+            right.append(f"{each['device']}: {len(passed)} of {cases}")
         if times:
             timed.append(f"{each['device']}: {len(times)}")
     return "; ".join(right) or "no", "; ".join(timed) or "no"
@@ -309,7 +315,7 @@ def _right_and_timed(checks: Sequence[dict[str, Any]], op: str, kernel: str) -> 
 
 def gpu_times(results: Path) -> str:
     """A line for each timed kernel and spec, with peers' times for the same shapes."""
-    table = ["| GPU | op | spec | ms | share of floor | others (ms) |", f"|{'---|' * 6}"]
+    table = ["| GPU | op | spec | ms | floor over time | others (ms) |", f"|{'---|' * 6}"]
     for each in gpu_checks(results):
         for x in each["timings"]:
             share = f"{x['floor_seconds'] / x['seconds']:.0%}"

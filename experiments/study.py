@@ -348,7 +348,7 @@ class Study[F: Flags, R]:
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(self.title, fontsize="medium")
-        footer = f"{self.kind}; {run_record.hardware_line(report)}"
+        footer = f"{report['kind']}; {run_record.hardware_line(report)}"
         figure.supxlabel(footer, fontsize="x-small", color="#666666", x=0.01, ha="left")
         run_record.save_figure(figure, path, dpi=130)
 

@@ -23,14 +23,14 @@ class StepInputs:
     token_rows: [T] row of each token, S for padding.
     query_starts: [Sp + 1] index in T of each prefill row's first token, and the last row's end.
     lengths: [S] tokens in the cache after the step's first iteration, 0 for padding.
-    last_tokens: [S] index in T of each row's last token. A fork has no token: it samples from its
-        source row's last token.
+    last_tokens: [S] index in T of each row's last token. The row of a newly forked sequence has no
+        token of its own: its entry is the last token of the row that it is forked from.
     slots: [S] slot of each row, num_slots for padding.
     samples: [S] 1 for rows that sample a token, else 0.
     iterations: [S] tokens that a decode row computes one after the other; 1 without `multi_step`.
     prompt_targets: [Tp] the next prompt token, if its log-probability is requested, or -1.
     tables: [S, M] rows that `HostPolicy.tables` writes.
-    sampling: [S, n] sampling parameters of each row, with the bits of a `SAMPLING_ROW`.
+    sampling: [S, n] sampling parameters of each row: a `SAMPLING_ROW` viewed as int32.
     segment_slots: [S] adapter slot of each segment, a run of tokens with the same adapter.
     segment_starts, segment_ends: [S] index in T of each segment's first token, and index after its
         last token.

@@ -307,16 +307,20 @@ def viewed(eqn, operand: int):
 
 def starts(eqn) -> Iterator[tuple[Any, int]]:
     """Where a TMA copy begins in shared memory: each index, a number or a variable, with the bytes
-    from one index to the next. None for tiled memory, of which copies have whole tiles."""
+    from one index to the next. Nothing for tiled memory, of which copies have whole tiles. A view
+    that this function cannot follow, such as a reshape, is the unknown index (None, 1)."""
     operand = next(i for i, v in enumerate(eqn.invars) if is_shared_memory(v.aval))
     transforms, aval = _transforms(eqn, operand), eqn.invars[operand].aval
-    if not all(isinstance(each, NDIndexer) for each in transforms):
+    if any(type(each).__name__ == "UntilingTransform" for each in transforms):
         return
     steps = [aval.dtype.itemsize * math.prod(aval.shape[i + 1 :]) for i in range(aval.ndim)]
     for indexer in transforms:
+        if not isinstance(indexer, NDIndexer):
+            yield None, 1
+            return
         found = list(zip(indexer.indices, steps, strict=True))
         yield from ((i.start if isinstance(i, pl.Slice) else i, step) for i, step in found)
-        steps = [step for i, step in found if isinstance(i, pl.Slice)]
+        steps = [i.stride * step for i, step in found if isinstance(i, pl.Slice)]
 
 
 def _transforms(eqn, operand: int) -> tuple:

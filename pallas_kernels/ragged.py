@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 ALIGNMENT = 8  # The rows of a swizzled tile. A TMA starts at a multiple of 8 rows.
-# The most (row, place) pairs that a plan compares in one launch. On a CPU all pairs are in memory.
-# With more pairs the plan uses a binary search.
+# `row_at` compares every end with every place at once, up to this number of pairs, because a CPU
+# holds all pairs in memory. With more pairs it uses a binary search.
 MOST_COMPARED = 2**24
 
 
@@ -47,9 +47,9 @@ def tiles(begin, end, T: int, rows: int, most_runs: int) -> Tiles:
 
 
 def row_at(ends, places):
-    """For each of `places`, the first row that ends after the place.
+    """For each of `places`, the index of the first interval that ends after it.
 
-    ends: the end of each row, ascending.
+    ends: the end of each interval, ascending.
     """
     few = len(ends) * len(places) <= MOST_COMPARED
     method = "compare_all" if few else "scan_unrolled"

@@ -101,7 +101,7 @@ class Spec:
     balance: (schedule from `plan`, arrays `indices` by name) -> balance of the schedule.
     most_pages: the most pages of a pool that the op accepts; None for any number.
     defined: (arguments, results) -> the results that are not arbitrary.
-    compare: (arguments, `defined` results) -> errors, and the largest error as a share of its
+    compare: (arguments, `defined` results) -> errors, and the largest ratio of an error to its own
         tolerance. If `compare` is None, results must equal `reference`.
     """
 
@@ -138,7 +138,7 @@ class Spec:
         return self.defined(arguments, [np.asarray(x) for x in jax.tree.leaves(out)])
 
     def errors(self, arguments: Arrays, found: Results) -> Errors:
-        """Absolute errors of `found`, and the largest error as a share of its tolerance."""
+        """Absolute errors of `found`, and the largest ratio of an error to its own tolerance."""
         if self.compare is not None:
             return self.compare(arguments, found)
         expected = self.results(arguments, reference(self.op, self.options, arguments))

@@ -39,7 +39,9 @@ PEERS, ENGINE = ("static", "continuous"), EngineConfig()
 
 @dataclass(frozen=True)
 class TransformersFlags(RaceFlags):
-    batches: tuple[int, ...] = flag((1, 8, 32), "requests that are generated together", least=1)
+    batches: tuple[int, ...] = flag(
+        (1, 8, 32), "batch sizes: prompts that are answered together", least=1
+    )
     engine: EngineConfig = ENGINE
 
     @property
@@ -56,8 +58,8 @@ def check(flags: TransformersFlags) -> None:
         most = race.model_config(name).max_position_embeddings
         if flags.longest > most:
             raise ValueError(
-                f"the longest prompt and {flags.output_tokens} tokens exceed the context of "
-                f"{name}, {most} tokens"
+                f"the longest prompt plus {flags.output_tokens} output tokens exceed {name}'s "
+                f"context of {most} tokens"
             )
 
 
@@ -98,7 +100,7 @@ def measure(flags: TransformersFlags, _) -> Iterator[Row]:
 
 
 def values(_: TransformersFlags, rows: Sequence[Row]) -> Values:
-    """Flat numbers of the race.
+    """The numbers of the race, by name.
 
     tokens_per_s_SYSTEM_MODEL_BATCH: median over the repeats.
     speedup_SYSTEM_MODEL: our tokens/s over the system's, at the largest batch.
@@ -135,9 +137,10 @@ def holds(found: Mapping[str, float]) -> bool:
 
 STUDY = Study(
     __file__,
-    title="Generation beside transformers on this machine",
+    title="Tokens a second of this engine and of transformers on this machine",
     kind="measured",
-    claim="the engine generates more tokens a second than transformers, batched or not",
+    claim="at the largest batch the engine generates more tokens a second than transformers' "
+    "static batch and its continuous batching",
     rule="at the largest batch of each model faster than both of transformers' ways",
     holds=holds,
     setting=Setting(

@@ -1,4 +1,4 @@
-"""Check and time every kernel on this machine's GPU, in one program of at most 8 minutes.
+"""Check every kernel on this machine's GPU and time the most important ones, in 8 minutes.
 
     python -m experiments.gpu.check --output_dir=experiments/results/h200
 
@@ -8,32 +8,36 @@ kernel libraries that can be imported are timed as peers. In order:
 1. every op and named argument spec: errors against `reference` in float32, and bit equality of
    two runs; also long contexts, large logits, and chunks after long histories;
 2. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
-3. the median times of the most important specs' kernels, beside their floors at these rates;
-4. the engine's decode step at Llama-3-8B's shapes, beside the floor of its weights and KV cache, if
-   the engine's packages are installed; peers' times for the same shapes;
+3. the engine's decode step at Llama-3-8B's shapes, beside the floor of its weights and KV cache, if
+   the engine's packages are installed;
+4. the median times of the most important specs' kernels, beside their floors at these rates; peers'
+   times for the same shapes;
 5. the median times of all other kernels and specs;
 6. XLA's implementations of the ops, checked and timed the same way.
 
-Checks mostly compile, so --jobs of them run at once, each in a process. A check that fails runs
-again in a new process, because an error of a kernel breaks all later calls of its process. Times
-are measured alone. Parts for which --minutes leave no time are listed as left out.
+Checks mostly compile, so --jobs of them run at once, each in a process of its own: an error of a
+kernel breaks all later calls of its process. Times are measured alone. Parts for which --minutes
+leave no time are listed as left out; --minutes=30 leave time for all.
 
-Times are kernel times, without the gaps between kernels. Calls rotate through several sets of
-inputs, so that few inputs are in the L2 cache. gpu_check.json holds all results with hardware,
-versions and commit; it is rewritten after each result. Exits with an error if a result is wrong.
+Times are kernel times, without the gaps between kernels; the engine's step is wall time. Calls
+rotate through several sets of inputs, so that few inputs are in the L2 cache. gpu_check.json holds
+all results with flags, hardware, versions and commit; it is rewritten after each result. Exits with
+an error if a result is wrong.
 """
 
 import argparse
 import dataclasses
 import os
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +52,7 @@ from pallas_kernels.specs import Cost, Rates, Spec
 REPEATS = 10
 L2_BYTES = 64 * 2**20  # at least the L2 size of every supported GPU
 MAX_SETS = 32
+LAST_SECONDS = 30  # for checks that are running when --minutes have passed
 # The specs whose times matter most are timed first.
 FIRST = (
     "llama-3-8b",
@@ -107,22 +112,40 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
 
 def check_named(small: bool, op: str, name: str, implementation: str) -> Check:
     """`check` in a process of `processes`, which cannot receive a spec."""
-    return check(op, name, OPS[op].checked(small)[name], implementation)
+    try:
+        return check(op, name, OPS[op].checked(small)[name], implementation)
+    except ImportError:
+        raise
+    except Exception as error:  # The parent may be unable to read other exceptions.
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def processes(count: int, initializer: Callable[[], None]) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(count, get_context("spawn"), initializer=initializer)
+    """`count` processes at a time, each for one call."""
+    return ProcessPoolExecutor(
+        count, get_context("spawn"), initializer=initializer, max_tasks_per_child=1
+    )
+
+
+def end(pool: ProcessPoolExecutor, futures: list[Future]) -> None:
+    """End a pool and its calls, also those that hang."""
+    for future in futures:
+        future.cancel()
+    for child in active_children():
+        child.kill()
+    pool.shutdown()
 
 
 def _share_gpu() -> None:
     """Take GPU memory as needed and give it back, and choose products without timing them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends its processes.
     os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 
 def _take_gpu() -> None:
-    """Take most GPU memory at once. Memory that grows by and by has gaps, which are too small for
-    the pools of a real model."""
+    """Take most GPU memory at once, because pieces that are taken by and by leave gaps."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
 
 
@@ -191,6 +214,11 @@ def kernel_of(op: str) -> str | None:
     return OPS[op].kernel_for(gpu.compute_capability if gpu else (9, 0))
 
 
+def number_of_sets(cost: Cost, most: int) -> int:
+    """The sets of inputs of a timed call. If `most` allows, all together exceed the L2 cache."""
+    return min(most, -(-4 * L2_BYTES // cost.bytes))
+
+
 def time_spec(
     op: str, name: str, spec: Spec, implementation: str, rates: Rates, most_sets: int
 ) -> Timing:
@@ -199,7 +227,7 @@ def time_spec(
     pools = [first.pop(name) for name in spec.donated]
     plan = jax.jit(lambda arguments: spec.planned(arguments, implementation))
     sets = [first | plan(first)]
-    for i in range(1, min(most_sets, -(-4 * L2_BYTES // cost.bytes))):
+    for i in range(1, number_of_sets(cost, most_sets)):
         more = spec.arguments(jax.random.key(i))
         sets.append({name: more[name] for name in first} | plan(more))
     call = partial(spec.op, implementation=implementation, **spec.options)
@@ -230,11 +258,15 @@ def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> f
 def time_engine(small: bool, rates: Rates) -> Timing:
     """Time the engine's decode step, with a GPU in a process of its own. Raises ImportError if its
     packages are not installed."""
-    if small:
+    if backend.current_gpu() is None:
         name, seconds, cost = _engine_step(small)
     else:
-        with processes(1, _take_gpu) as pool:
-            name, seconds, cost = pool.submit(_engine_step, small).result()
+        pool = processes(1, _take_gpu)
+        step = pool.submit(_engine_step, small)
+        try:
+            name, seconds, cost = step.result()
+        finally:
+            end(pool, [step])
     floor = rates.floor_s(cost)
     return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
@@ -271,7 +303,8 @@ def specs_to_time(small: bool) -> list[tuple[str, str, Spec]]:
 class Results:
     """All results so far, written to gpu_check.json after each one."""
 
-    def __init__(self, output_dir: str | None, minutes: float):
+    def __init__(self, output_dir: str | None, minutes: float, flags: dict[str, Any] | None = None):
+        self.flags = flags or {}
         self.checks: list[Check] = []
         self.rates: dict[str, float] | None = None
         self.timings: list[Timing] = []
@@ -283,11 +316,17 @@ class Results:
         self._end = time.monotonic() + 60 * minutes
         print(run_record.hardware_line(self._environment), f"JAX {jax.__version__}", sep="; ")
 
+    def late(self) -> bool:
+        return time.monotonic() > self._end
+
     def add(self, to: list, name: str, function: Callable, *arguments) -> None:
         """Append `function(*arguments)` to `to`, unless it fails or no time is left."""
-        if time.monotonic() > self._end:
+        if self.late():
             self.left_out.append(name)
-            return
+        else:
+            self._add(to, name, function, *arguments)
+
+    def _add(self, to: list, name: str, function: Callable, *arguments) -> None:
         try:
             to.append(function(*arguments))
             print(to[-1], flush=True)
@@ -299,19 +338,24 @@ class Results:
         self.write()
 
     def add_checks(self, calls: list[tuple], jobs: int) -> None:
-        """Add `check_named` of each of `calls`, in `jobs` processes; with one job, in this one."""
+        """Add `check_named` of each of `calls`, `jobs` at a time in processes; with 0 jobs, in this
+        process. Checks that are done in time count, those that hang fail."""
         labels = [" ".join(("check", *call[1:])) for call in calls]
-        if jobs == 1:
+        if not jobs or self.late():
             for label, call in zip(labels, calls):
                 self.add(self.checks, label, check_named, *call)
             return
-        with processes(jobs, _share_gpu) as pool:
-            try:
-                running = [pool.submit(check_named, *call) for call in calls]
-                for label, call, future in zip(labels, calls, running):
-                    self.add(self.checks, label, _result_or_again, future, call)
-            finally:
-                pool.shutdown(cancel_futures=True)
+        pool = processes(jobs, _share_gpu)
+        futures = [pool.submit(check_named, *call) for call in calls]
+        try:
+            for label, future in zip(labels, futures):
+                if future.done() or future.running() or not self.late():
+                    left = max(0.0, self._end + LAST_SECONDS - time.monotonic())
+                    self._add(self.checks, label, future.result, left)
+                else:
+                    self.left_out.append(label)
+        finally:
+            end(pool, futures)
 
     def write(self) -> None:
         if self._output_dir:
@@ -335,17 +379,7 @@ class Results:
         return failed + [str(check) for check in self.checks if not check.passes]
 
 
-def _result_or_again(future, call: tuple) -> Check:
-    try:
-        return future.result()
-    except Exception:
-        with processes(1, _share_gpu) as pool:
-            return pool.submit(check_named, *call).result()
-
-
 def main(argv: list[str]) -> str | None:
-    # Processes that check share the GPU's memory with this one.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -355,7 +389,9 @@ def main(argv: list[str]) -> str | None:
     parser.add_argument("--op", type=several, default=list(OPS), help="default: all")
     parser.add_argument("--spec", type=several, help="default: all")
     parser.add_argument("--minutes", type=float, default=7, help="after which nothing is begun")
-    parser.add_argument("--jobs", type=int, help="checks at once; default: half of the cores")
+    parser.add_argument(
+        "--jobs", type=int, help="checks at once; default: half of the cores, at most 8"
+    )
     parser.add_argument(
         "--small", action="store_true", help="tiny shapes: to try the program without a GPU"
     )
@@ -373,16 +409,19 @@ def main(argv: list[str]) -> str | None:
     )
     if not to_time:
         parser.error(f"no op has a spec {', '.join(arguments.spec)}")
-    if backend.current_gpu() is None and not small:
+    if arguments.jobs is not None and arguments.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {arguments.jobs}")
+    gpu = backend.current_gpu()
+    if gpu is None and not small:
         parser.error("JAX sees no GPU; --small tries the program without one")
     if arguments.output_dir:
         folder = run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
         if (folder / "gpu_check.json").exists() and not arguments.overwrite:
             parser.error(f"{folder} holds a gpu_check.json: --overwrite replaces it")
-    results, most_sets = Results(arguments.output_dir, arguments.minutes), 2 if small else MAX_SETS
-
-    # Without a GPU, interpreted kernels take all cores.
-    jobs = arguments.jobs or (1 if small else max(1, (os.cpu_count() or 1) // 2))
+    results = Results(arguments.output_dir, arguments.minutes, vars(arguments))
+    most_sets = 2 if small else MAX_SETS
+    # Without a GPU, kernels are interpreted, which takes all cores.
+    jobs = arguments.jobs or (min(8, max(1, run_record.cpu_cores() // 2)) if gpu else 0)
 
     def check_all(kernels: bool) -> None:
         named = [(op, name, kernel_of(op) if kernels else "xla") for op, name, _ in to_check]
@@ -398,13 +437,12 @@ def main(argv: list[str]) -> str | None:
     results.rates = measure_rates(small)
     rates = Rates.best(results.rates)
     print(rates, flush=True)
-    first = [each for each in to_time if each[1] in FIRST]
-    time_all(first, kernels=True)
     results.add(results.timings, "engine step", time_engine, small, rates)
+    time_all([each for each in to_time if each[1] in FIRST], kernels=True)
     for op in (op for op in OPS if op in arguments.op):
         for (spec, peer), call in OPS[op].timed_peers(small).items():
             results.add(results.peers, f"{op} {spec} {peer}", time_peer, op, spec, peer, call)
-    time_all(to_time[len(first) :], kernels=True)
+    time_all([each for each in to_time if each[1] not in FIRST], kernels=True)
     check_all(kernels=False)
     quick = [each for each in to_time if small or each[1] not in OPS[each[0]].slow_as_xla]
     time_all(quick, kernels=False)
@@ -417,5 +455,7 @@ def main(argv: list[str]) -> str | None:
 
 
 if __name__ == "__main__":
+    # Processes that check share the GPU's memory with this one.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with interrupts():
         sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from experiments.lib.kv_held import Held
 from experiments.lib.reference import Distributions, Key
 from experiments.lib.text_files import read_csv, shown
 
-ALL = "all"  # the task of a row that is pooled over all settings; its context is 0
+ALL = "all"  # the task of the row over all prompts; the row's context is 0
 Interval = tuple[float, float, float]
 RESAMPLES = 2000
 

@@ -3,7 +3,8 @@
 The answers of a setting (a task at a context) depend on the system, the prompts, the model's files,
 the sources, the package versions and JAX's backend. Two files in `answered/` hold a setting: the
 answers as JSON, the distributions as .npz. File names end in a hash of all that the answers depend
-on. So studies may run at once in a folder, and share the answers of equal systems to equal prompts.
+on. So several studies may run in one folder at the same time, and share the answers of equal
+systems to equal prompts.
 """
 
 import hashlib
@@ -51,7 +52,7 @@ def made_by(model: str) -> dict[str, Any]:
 
 
 def path_of(output_dir: str | Path, name: str, asked: Any) -> Path:
-    """The path, without ending, of the two files of a system's answers to a setting.
+    """The common path, without suffix, of the two files of a system's answers in one setting.
 
     name: part of the path of new answers. Existing answers keep their path.
     asked: all values that the answers depend on.

@@ -1,8 +1,8 @@
-"""Distributions of a model, under a KV policy, along reference answers.
+"""Next-token distributions of a model under a KV policy, at each token of a reference answer.
 
 Measures the log-probability of a reference answer, and the divergence of the next-token
-distributions along this answer from another run's distributions. Both measures show small
-differences before an answer changes. The answer's tokens are forced in decode steps, because a
+distributions along this answer from another run's distributions. Both measures already change when
+the generated answer is still the same. The answer's tokens are forced in decode steps, because a
 prefill selects no pages and demotes no tokens.
 """
 
@@ -88,8 +88,8 @@ def divergence(ours: Distributions, theirs: Distributions) -> float:
     """Kullback-Leibler divergence of our distributions from theirs, KL(theirs ‖ ours), in nats:
     mean over the answer's tokens.
 
-    All tokens that are not alternatives in both runs are merged into one. So the result is a lower
-    bound; it is tight if the common alternatives hold nearly all of the probability.
+    Alternatives that both runs have are kept. All other tokens are merged into one. So the result
+    is a lower bound; it is tight if the common alternatives hold nearly all of the probability.
     """
     total = 0.0
     for tokens, tops, other_tokens, other_tops in zip(
@@ -143,4 +143,6 @@ def read(path: str | Path) -> dict[Key, Distributions]:
         KeyError, ValueError, TypeError, OSError, EOFError, NotImplementedError,
         zipfile.BadZipFile, zlib.error,
     ) as error:  # fmt: skip
-        raise ValueError(f"{path}: no distributions of an evaluation ({error})") from error
+        raise ValueError(
+            f"{path} is not a distributions file of an evaluation ({error})"
+        ) from error

@@ -35,9 +35,7 @@ def describe_environment() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "hardware": {
             "cpu": _cpu_model(),
-            "cpu_cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cpu_cores": cpu_cores(),
             "memory_gib": memory_gib(),
             "system": f"{platform.system()} {platform.machine()}",
             "jax_backend": jax.default_backend(),
@@ -45,6 +43,12 @@ def describe_environment() -> dict[str, Any]:
         },
         "git_commit": _git_commit(),
     }
+
+
+def cpu_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def hardware_line(environment: Mapping[str, Any]) -> str:

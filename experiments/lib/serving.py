@@ -56,8 +56,8 @@ def serve_and_write(
 def missing(
     cause: str | None, requests: int, reasons: Collection[str | None]
 ) -> dict[str, Any] | None:
-    """The requests that an interruption left unserved, for report.json; None if there was no cause,
-    or if every request has ended.
+    """Counts of the requests that an interruption left unfinished, for report.json. None without an
+    interruption, or if every request has ended.
 
     requests: number of all requests.
     reasons: finish reasons of the requests that had arrived.

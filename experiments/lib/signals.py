@@ -58,7 +58,7 @@ class Stop:
         # os.write, because the signal may have interrupted a print. OSError: Ctrl-C may have ended
         # the reader of a pipe.
         with suppress(OSError):
-            os.write(2, b"\nending in good order; the next signal ends at once\n")
+            os.write(2, b"\nending in good order; another signal ends the program at once\n")
 
     def requested(self) -> bool:
         return self.signal is not None

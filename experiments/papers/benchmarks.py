@@ -18,7 +18,7 @@ from experiments.papers.drawing import grouped_bars
 from experiments.study import Setting, Study, Values
 
 NEEDS = "the paper's model, a GPU that holds it, and the benchmark's problems"
-DIFFERS = "answers are scored by --match alone; every pair of systems has the same prompts"
+DIFFERS = "answers are scored by --match alone; all systems answer the same prompts"
 
 
 def key(system: str, task: str) -> str:
@@ -30,7 +30,7 @@ def scores(rows: Sequence[Row]) -> Values:
 
     SYSTEM_TASK, SYSTEM_average: score of a task, and mean over the tasks, in percent.
     SYSTEM_TASK_CONTEXT, SYSTEM_average_CONTEXT: the same at one of several contexts.
-    SYSTEM_memory: mean KV memory over 16-bit pages, for policies that report it.
+    SYSTEM_memory: mean KV memory as a fraction of that of 16-bit pages, if the policy reports it.
     """
     numbers: dict[str, float | None] = {}
     first = rows[0].system if rows else ""
@@ -101,7 +101,7 @@ def study[F: AccuracyFlags](
 
     return Study(
         file, title=title, kind="not run", claim=claim,
-        rule=f"the average over the tasks of {ours} at most {most_points:g} points below {first}",
+        rule=f"{ours}'s average over the tasks is at most {most_points:g} points below {first}'s",
         setting=Setting(here, DIFFERS, "paper"), flags=flags,
         measure=accuracy.measured(systems), values=lambda _, rows: scores(rows), holds=holds,
         paper=of_paper(paper), draw=draw, table=accuracy.table, check=check(systems), needs=NEEDS,

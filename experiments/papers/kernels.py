@@ -8,8 +8,6 @@ committed tables of `pallas_kernels.tools.compile` have the shares, launches and
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-
 from experiments.gpu import check
 from experiments.lib.shipped import ROOT
 from pallas_kernels import backend
@@ -101,6 +99,17 @@ def cost_of(spec: Spec) -> Cost:
     return spec.cost(spec.drawn_indices())
 
 
-def peer_us(function, *arguments: jax.Array) -> float | None:
-    """Median microseconds of `function` on this machine's GPU; None without a GPU."""
-    return 1e6 * check.device_seconds(function, *arguments) if has_gpu() else None
+def peer_us(function, *sets: tuple) -> float | None:
+    """Median microseconds of `function` on this machine's GPU; None without a GPU.
+
+    sets: arguments of the function, used in turn.
+    """
+    if not has_gpu():
+        return None
+    seconds = check.device_seconds(lambda sets: [function(*each) for each in sets], sets)
+    return 1e6 * seconds / len(sets)
+
+
+def number_of_sets(cost: Cost) -> int:
+    """The sets of inputs of `measured_us`, with which a peer is timed on equal terms."""
+    return check.number_of_sets(cost, SETS)

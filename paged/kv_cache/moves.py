@@ -1,4 +1,11 @@
-"""Moves before and after a step: units of the policy's pools, and the state of slots."""
+"""Moves before and after a step: units of the policy's pools, and the state of slots.
+
+Exports and imports are a part of swapping (vLLM §4.5). Its other parts are elsewhere in paged/:
+
+    decision    scheduling/scheduler.py
+    tables      blocks/block_table.py, `SwappedTables`
+    transfer    device/mover.py
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, field

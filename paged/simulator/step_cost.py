@@ -24,7 +24,7 @@ class Host:
 
     added_s: seconds of each step in which the device waits for the host.
     each_sequence_s: seconds that each sequence of the step adds to `added_s`.
-    each_gpu: share of both times that each GPU of a model beyond the first adds.
+    each_gpu: every GPU after the first adds this share of both times.
     """
 
     added_s: float = 0.0
@@ -57,7 +57,7 @@ HOSTS = {
     #   13B, A100-80:      789 tokens/s = 40.6 ms a step; cost model 26.5 ms, left 14.0 ms
     #   70B, 8 A100-40:    457 tokens/s = 70.0 ms a step; cost model 41.3 ms, left 28.7 ms
     # In batches of one the 70B model's 21 tokens/s leave 12.2 ms. So 57 % of the 28.7 ms grow with
-    # the batch. One GPU is assumed to have the same share.
+    # the batch. With one GPU, too, 57 % are assumed to grow with the batch.
     "vllm": Host(added_s=5.7e-3, each_sequence_s=0.25e-3, each_gpu=0.157),
 }
 
@@ -109,7 +109,9 @@ class StepCost:
         if policy.layout is None:
             raise ValueError(f"policy {config.policy!r} has no layout: it cannot be simulated")
         if host not in HOSTS:
-            raise ValueError(f"host {host!r} is none of {', '.join(HOSTS)}")
+            raise ValueError(
+                f"unknown host {host!r}: it must be one of {', '.join(map(repr, HOSTS))}"
+            )
         costs = CostModel(machine(gpu), attention_knob=attention_knob)
         costs.all_reduce_s(0, config.tensor_parallel)
         bits = 16 if config.quantization == "none" else 8
@@ -138,7 +140,8 @@ class StepCost:
         return self.holding_s(inputs, None)
 
     def holding_s(self, inputs: StepInputs, held: np.ndarray | None) -> float:
-        """Seconds of a step. held: [n, I] `kept` of `Layout.work`, for the n computed rows."""
+        """Seconds of a step. held: [n, I] tokens that each of the n computed rows keeps in each
+        precision (`kept` of `Layout.work`)."""
         S = inputs.lengths.shape[0]
         new = np.bincount(np.minimum(inputs.token_rows, S), minlength=S)[:S]
         rows = ((new > 0) & (inputs.lengths > 0)).nonzero()[0]
@@ -158,7 +161,7 @@ class StepCost:
 
         contexts: [k, n] tokens of each row after the step.
         adapters: [n] adapter slots, -1 for none.
-        held: [k, n, I] `kept` of `Layout.work`.
+        held: [k, n, I] tokens that each row keeps in each precision (`kept` of `Layout.work`).
         """
         rows = contexts.shape[1]
         attention_s = self.attention_s(contexts, np.ones(contexts.shape, np.int64), held)
@@ -169,8 +172,8 @@ class StepCost:
 
     def moves_s(self, moves: Moves) -> float:
         """Seconds of the moves before a step. Each shard swaps its share over its own PCIe link.
-        All block copies are one launch. Moves of slots' state take no time, except for units that
-        a fork copies (`SimulatedDevice.copied`), whose time the executor adds."""
+        All block copies are one launch. Moves of slots' state take no time here. If a fork copies
+        units (`SimulatedDevice.copied`), the executor adds the time of the copies."""
         swapped = [*moves.exports.items(), *moves.imports.items()]
         seconds = sum(self._swap_s(self.pools[pool], len(pairs)) for pool, pairs in swapped)
         return seconds + self.copies_s({pool: len(pairs) for pool, pairs in moves.copies.items()})

@@ -1,21 +1,23 @@
 """SGMV for Hopper: shrink with split-K, and expand over tiles of columns (Punica §4).
 
-A work item is a tile of up to 64 tokens that share an adapter. Each kernel has two schedules:
+A work item is a tile of up to 64 tokens that share an adapter. A rank page is 16 ranks of an
+adapter (segments.py). Each kernel has two schedules:
 
     one token       the segment's only token: matrix-vector products, bound by reading rank pages
     several tokens  products on tensor cores, tokens as rows
 
-Shrink, one token: one wgmma multiplies four chunks of columns of a page of A by the token's input.
-The product's 64 rows are 16 ranks in each of these chunks, and its 8 columns are eight chunks of
-the token. So wgmma reads the page from shared memory, and no page passes through registers. A row
-uses only its product with the same chunk of the token, and discards its seven other products.
+Shrink, one token: a chunk is a range of columns. One wgmma multiplies four chunks of a page of A by
+eight chunks of the token. A row of the product is one rank in one chunk of A: 4 × 16 = 64 rows. A
+column is one chunk of the token: 8 columns. So wgmma reads the page from shared memory, and no page
+passes through registers. A row uses only its product with the same chunk of the token, and discards
+its seven other products.
 
 Expand, one token: CUDA cores compute the result as a weighted sum of rows of B.
 
 Split-K: each thread block of shrink writes sums over a part of the columns, and XLA adds the parts.
 
-Floor: x, the rank pages of every segment's adapter and the output are moved once. For each further
-page of an adapter, shrink reads x again, from the L2 cache.
+Floor of the memory traffic: x, the output, and the rank pages of every segment's adapter each move
+once. For each further page of an adapter, shrink reads x again, from the L2 cache.
 """
 
 from functools import partial
@@ -31,13 +33,14 @@ from pallas_kernels.mosaic import TMA_BYTES, in_runs, kernel, pl, plgpu, swizzle
 from pallas_kernels.ragged import ALIGNMENT
 
 CHUNKS = ROWS // PAGE_RANKS  # One token: chunks of a page in one product, 16 rows each.
-TOKEN_CHUNKS = 8  # One token: chunks of the token in one copy, the product's columns.
+TOKEN_CHUNKS = 8  # One token: chunks of the token in one copy. Each is a column of the product.
 CHUNK = 64, 32  # Columns of a chunk: the first number that divides an eighth of the width.
 STAGES = 6  # Tiles in flight in a thread block of shrink.
 WAVES = 4  # Shrink has about this many thread blocks per multiprocessor.
 MIN_STEPS = 2  # The fewest steps of a thread block of shrink. The last part may have fewer.
 TILES = 256, 128  # Output columns of a thread block of expand. The first number that fits is used.
-MOST_HELD = 512  # The most output columns times pages in a block of expand, except for TILES[-1].
+# A tile wider than TILES[-1] is used only if its columns times the pages are at most this.
+MOST_HELD = 512
 PART = 64  # Output columns of one wgmma in expand. More would need too many registers.
 MOST_PAGES = 8  # The most rank pages of an adapter, which expand holds in shared memory.
 
@@ -111,7 +114,7 @@ def _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype):
             "columns_s": plgpu.SMEM(
                 (STAGES, PAGE_RANKS, chunk), x.dtype, transforms=swizzled(chunk)
             ),
-            # Copies may begin at any row.
+            # Each row has TMA_BYTES, so that a copy may begin at any row.
             "out_s": plgpu.SMEM((ROWS, TMA_BYTES // 4), jnp.float32),
             "sums_s": plgpu.SMEM((ROWS,), jnp.float32),
             # In both schedules CHUNKS copies fill a stage of rows_s, and one fills columns_s.

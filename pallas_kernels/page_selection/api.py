@@ -1,8 +1,9 @@
-"""The public ops. They check shapes and choose an implementation.
+"""The public ops of hierarchical paging (LServe §3.5.2). They check shapes and choose an
+implementation.
 
 A (physical) page of P tokens has C = P / N_L logical pages of N_L tokens. The statistics of a
 logical page are the largest and the smallest value of its keys in each channel. They are stored as
-[max | min], 2 * D values (§3.5.2).
+[max | min], 2 * D values.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pallas_kernels.page_selection import reference, select_sm90, write_sm90, xl
 
 WRITE = {"reference": reference.write, "xla": xla.write, "mosaic_gpu": write_sm90.write}
 SELECT = {"reference": reference.select, "xla": xla.select, "mosaic_gpu": select_sm90.select}
-# The default stays XLA until a GPU has timed the Mosaic kernel.
+# The default stays XLA until a GPU has timed both.
 DEFAULT_WRITE = "xla"
 
 

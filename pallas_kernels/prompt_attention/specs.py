@@ -48,7 +48,8 @@ class Prompts:
 
     @property
     def counted(self) -> int:
-        """The number of pairs of a query among the last_rows and a key that the query sees."""
+        """The number of (query, key) pairs. Queries are the last_rows of each prompt; keys are
+        those that the query sees."""
         return sum(
             queries * (2 * n - queries + 1) // 2
             for n in self.tokens
@@ -88,7 +89,9 @@ def prompts(shapes: Prompts) -> Spec:
         )
 
     def balanced(schedule, query_starts):
-        """The balance of prompt_scores. A row is a tile of keys; a tile is a tile of queries."""
+        """The balance of prompt_scores. What `tools.balance` calls a row is a tile of keys of one
+        KV head, or of one query head if by_head. The tiles of a row are the tiles of queries whose
+        probabilities for these keys are summed."""
         tile, padded, scores = prompt_sm90.TILE, len(schedule.ends), schedule.scores
         begin, end = np.full(padded, padded), np.zeros(padded, np.int64)
         for first, after in itertools.pairwise(np.asarray(query_starts, np.int64)):
@@ -107,8 +110,8 @@ def prompts(shapes: Prompts) -> Spec:
         )
 
     def compare(arguments, found) -> Errors:
-        """The attention's errors, and the largest error of attention or sums as a share of its
-        tolerance."""
+        """The errors of the attention, and the largest ratio of an error (of attention or of sums)
+        to its own tolerance."""
         wide = tolerance.wide(arguments)
 
         def expected(arguments):

@@ -61,15 +61,15 @@ class KVFormat:
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, not {self.bits}")
         if self.head_dim < 1 or self.head_dim * self.bits % WORD_BITS:
             raise ValueError(
-                f"a head dim of {self.head_dim} elements of {self.bits} bits fills no whole words "
-                f"of {WORD_BITS}"
+                f"a head dim of {self.head_dim} with {self.bits}-bit elements is not a whole "
+                f"number of {WORD_BITS}-bit words"
             )
         if self.groups < 1 or self.head_dim % self.groups:
             raise ValueError(f"{self.groups} groups do not divide a head dim of {self.head_dim}")
         if self.head_dim // self.groups * self.bits % WORD_BITS:
             raise ValueError(
-                f"{self.groups} groups of {self.head_dim} elements of {self.bits} bits fill no "
-                "whole words each"
+                f"{self.groups} groups split a head dim of {self.head_dim} with {self.bits}-bit "
+                f"elements into parts that are not whole {WORD_BITS}-bit words"
             )
         if not self.scaled and self.floats not in FLOATS[self.bits]:
             allowed = " or ".join(FLOATS[self.bits])

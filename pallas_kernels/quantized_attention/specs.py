@@ -117,8 +117,8 @@ def make(shapes: Mixed) -> Spec:
         return balance.of_rows(tiles, schedule, shapes.heads, read(tokens.sum(0).tolist()))
 
     def compare(arguments, found) -> Errors:
-        """The output's errors, and the largest error of output or log-sum-exp as a share of its
-        tolerance."""
+        """The errors of the output, and the largest ratio of an error (of output or of log-sum-exp)
+        to its own tolerance."""
         wide = arguments | {"q_SxHxD": arguments["q_SxHxD"].astype(jnp.float32)}
         out, lse, _ = reference(mixed_precision_attention, options, wide)
         # Σ p |v| is at most the largest drawn value.

@@ -10,8 +10,9 @@ A kernel that breaks one of these rules races, hangs or fails on a GPU, or reads
 - Indices: TMA numbers rows in int32, and reads rows beyond int32 as zeros. The kernels compute
   indices in int32 too. With the largest pools that fit a GPU, each axis of an array that a kernel
   reads or writes is shorter than 2**31. Mosaic computes offsets in bytes, in 64 bits.
-- Alignment: a TMA copy begins at a multiple of 128 bytes of shared memory, whatever its indices.
-  Otherwise the GPU stops the kernel and all later ones of the process.
+- Alignment: a TMA copy begins at a multiple of 128 bytes of shared memory. Otherwise the kernel
+  fails, and so do all later calls of its process. Each index is judged alone: an index that is
+  unknown must be one of steps of whole multiples.
 - Barriers: every kernel has Mosaic's automatic barriers (no `unsafe_no_auto_barriers`). Within a
   warpgroup only these order a warp's accesses to shared memory with another warp's accesses, and
   with the TMA copies that the other warp starts. The kernels' own barriers order warpgroups.
@@ -164,7 +165,7 @@ def _misaligned(call) -> Iterator[str]:
             if eqn.primitive.name not in ("copy_gmem_to_smem", "copy_smem_to_gmem"):
                 continue
             for index, step in starts(eqn):
-                known = index if isinstance(index, int) else _value(index, values)
+                known = index if isinstance(index, int | None) else _value(index, values)
                 if step % TMA_BYTES and (known is None or known * step % TMA_BYTES):
                     at = "any index" if known is None else f"index {int(known)}"
                     memory = next(v.aval for v in eqn.invars if is_shared_memory(v.aval))

@@ -97,7 +97,7 @@ def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
     whole = (tmp_path / "distributions.npz").read_bytes()
     for damaged in (b"PK no", whole[: len(whole) // 2]):
         (tmp_path / "distributions.npz").write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"distributions\.npz: no distributions of an evalua"):
+        with pytest.raises(ValueError, match=r"distributions\.npz is not a distributions file"):
             answers.read(str(tmp_path / "prompts.csv"))
 
 

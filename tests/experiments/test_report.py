@@ -135,6 +135,36 @@ def test_tables_are_of_the_committed_results(tmp_path):
         report.main(given, report.PROGRAM.output)
 
 
+def test_right_cases_are_counted_among_all_cases_of_a_kernel(tmp_path):
+    def case(op, spec, of_bound=0.5, kernel="mosaic_gpu"):
+        return {"op": op, "spec": spec, "implementation": kernel, "of_bound": of_bound,
+                "repeats_to_the_bit": True}  # fmt: skip
+
+    def peer(name, seconds):
+        return {"op": "sgmv", "spec": "a", "peer": name, "seconds": seconds}
+
+    time = {"seconds": 2e-3, "floor_seconds": 1e-3}
+    content = {
+        "hardware": {"jax_backend": "gpu"},
+        "checks": [case("sgmv", "a"), case("sgmv", "b", 2.0), case("sgmv", "a", 1.0, "xla")],
+        "failed": {"check sgmv c mosaic_gpu": "broken", "time sgmv c mosaic_gpu": "broken"},
+        "left_out": ["check sgmv d mosaic_gpu", "check sgmv d xla", "engine step (no flax)"],
+        "timings": [case("sgmv", "a") | time, case("sgmv", "a", kernel="xla") | time],
+        "peers": [peer("fast", 1e-3), peer("absent", None)],
+    }
+    for folder, backend in {"h900": "gpu", "cpu": "cpu"}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "gpu_check.json").write_text(
+            json.dumps(content | {"hardware": {"jax_backend": backend}})
+        )
+    checks = report.gpu_checks(tmp_path)
+    assert report._right_and_timed(checks, "sgmv", "mosaic_gpu") == ("H900: 1 of 4", "H900: 1")
+    assert report._right_and_timed(checks, "sgmv", "xla") == ("H900: 1 of 2", "H900: 1")
+    assert report._right_and_timed(checks, "write_kv", "mosaic_gpu") == ("no", "no")
+    *_, line = report.gpu_times(tmp_path).splitlines()
+    assert line == "| H900 | `sgmv` | `a` | 2 | 50% | fast 1 |"
+
+
 def test_the_address_goes_into_the_notebooks_and_out_again():
     (first, *_) = sorted((ROOT / "notebooks").glob("*.ipynb"))
     stored = address.stamped(first.read_text(), first.name, None)

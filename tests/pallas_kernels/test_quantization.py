@@ -30,8 +30,7 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def in_numpy(pages: QuantizedPages):
-    """(values [N, P, D], scales and zero points [N, P, g]) in float64, by the layout of
-    format.py."""
+    """(values [N, P, D], scales [N, P, g]) in float64, by the layout of format.py."""
     format, P, words = pages.format, pages.page_size, np.asarray(pages.words)
     codes = words[:, : P * format.code_words].reshape(len(words), P, -1)
     halves = words[:, P * format.code_words :].reshape(len(words), P, -1, 1).view(np.float16)
@@ -65,7 +64,7 @@ def test_every_element_is_within_half_a_scale(format, x):
     scale, zero = np.asarray(scales)[..., None].view(np.float16).astype(np.float64).T
     scale, zero = scale.T, zero.T
     by_group = np.clip(x.astype(np.float64), -LIMIT, LIMIT).reshape(*scale.shape, -1)
-    # float32 rounds in between, and the device treats tiny numbers as zero.
+    # Intermediate results are rounded to float32, and the device treats tiny numbers as zero.
     slack = 2e-7 * np.abs(by_group).max(-1) + 1e-37
     assert (zero <= by_group.min(-1) + 1e-37).all()
     assert (zero + scale * format.most >= by_group.max(-1) - slack).all()
@@ -156,7 +155,8 @@ over_quantised_pages = pytest.mark.parametrize(
     swept([(4, 64, 7, 128, "bfloat16", 90), (8, 32, 2, 64, "float16", None)], 1),
 )
 def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window):
-    """Lengths end around pages and tiles, and thread blocks split rows.
+    """Most lengths are at, just before or just after the end of a page or tile; rows are split over
+    thread blocks.
 
     Entries without a token to read name no page, slots of a former owner hold NaN, and all scores
     are compared.
@@ -174,7 +174,7 @@ def test_the_decode_kernel_is_near_reference(bits, P, group, dim, dtype, window)
     entry, first = np.arange(M), np.maximum(lengths - (window or 2**30), 0)
     held = (entry < -(-lengths // P)[..., None]) & (entry >= (first // P)[..., None])
     tables = np.where(held, tables, 10**6).astype(np.int32)
-    # With multiples of 1/16, float32 holds the sums of products with codes exactly.
+    # Queries are multiples of 1/16, so that float32 sums of query times code are exact.
     q = np.asarray(jnp.asarray(np.round(16 * rng.standard_normal((3, 2 * group, dim))) / 16, dtype))
     options: dict = {
         "sliding_window": window, "soft_cap": 3.0, "return_lse": True, "return_scores": True,
@@ -284,9 +284,12 @@ def test_writing_into_donated_pools_needs_no_second_pool():
     ("make", "message"),
     [
         (lambda: KVFormat(3, 64), "bits must be one of 1, 2, 4, 8, 16, 32, not 3"),
-        (lambda: KVFormat(4, 12), "12 elements of 4 bits fills no whole words of 32"),
+        (lambda: KVFormat(4, 12), "12 with 4-bit elements is not a whole number of 32-bit words"),
         (lambda: KVFormat(4, 64, 3), "3 groups do not divide a head dim of 64"),
-        (lambda: KVFormat(1, 32, 8), "8 groups of 32 elements of 1 bits fill no whole words each"),
+        (
+            lambda: KVFormat(1, 32, 8),
+            "8 groups split a head dim of 32 with 1-bit elements into parts that are not whole",
+        ),
         (
             lambda: quantize(np.zeros((2, 32)), KVFormat(4, 64)),
             r"head dim 64 cannot hold \(2, 32\)",

@@ -66,7 +66,7 @@ def test_a_hopper_can_run_every_op_by_default(op):
         with backend.compiling_for(TARGETS["h200"].gpu):
             found = jax.eval_shape(call, **spec.shapes())
         expected = jax.eval_shape(partial(call, implementation="reference"), **spec.shapes())
-        assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(expected))
+        assert jax.tree.leaves(found)[0].shape == jax.tree.leaves(expected)[0].shape
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def ratio(found: Mapping[Any, float], above: Any, below: Any) -> float | None:
 
 SETTING = (
     "NVIDIA L40 by data sheet (experiments.fit_cost_model); attention and compression move bytes "
-    "at 0.775 of the bandwidth, which nothing here has measured; the host time of vLLM of 2023; "
+    "at 0.775 of the bandwidth, which no L40 has confirmed here; the host time of vLLM of 2023; "
     "vLLM recomputes preempted sequences, other policies swap them; heads keep what the bundled "
     "model's kept"
 )

@@ -267,7 +267,7 @@ def draw(_: SimulatedFlags, figure: Figure, rows: Sequence[Row]) -> None:
 SETTING = (
     "GPUs by data sheet (experiments.fit_cost_model); attention and selection read at 0.775 of the "
     "bandwidth, of LServe and QServe each head by one multiprocessor (§2.2), and prompts attend at "
-    "half of the peak, which nothing here has measured; a step's host time is what the cost model "
+    "half of the peak, which no A100 has confirmed here; a step's host time is what the cost model "
     "leaves of Table 1's 10.5 ms (32 sequences of QServe)"
 )
 DIFFERS = "all 32 layers alike: half of the KV heads of each layer stream"

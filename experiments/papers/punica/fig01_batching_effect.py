@@ -109,7 +109,7 @@ STUDY = Study(
     holds=holds,
     setting=Setting(
         "Llama-2-7B in 16 bits on an A100-80, 128 and 2,048 tokens; attention at 0.775 of the "
-        "bandwidth, which nothing here has measured; no host time",
+        "bandwidth, which no A100 has confirmed here; no host time",
         "the paper names neither its lengths nor the framework, whose step of one long sequence "
         "takes 6 ms more than one of a short one; the keys and values of 2,048 tokens are read in "
         "0.7 ms",

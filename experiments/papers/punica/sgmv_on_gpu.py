@@ -235,8 +235,8 @@ def measured(case: Case, names: Sequence[str]) -> dict[str, float | None]:
     if not kernels.has_gpu():
         return dict.fromkeys(names)
     weights = Weights.draw(case, 0)
-    runs = programs(case, weights)
-    return {name: kernels.peer_us(runs[name][0], *runs[name][1]) for name in names}
+    chosen = {name: each for name, each in programs(case, weights).items() if name in names}
+    return {name: kernels.peer_us(run, arguments) for name, (run, arguments) in chosen.items()}
 
 
 def measure(flags: OperatorFlags, _) -> Iterator[Row]:

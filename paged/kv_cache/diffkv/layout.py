@@ -1,4 +1,7 @@
-"""Memory of DiffKV's policy, for both halves: sizes, and bounds of the pages of sequences."""
+"""Memory of DiffKV's policy, for both halves: sizes, and bounds of the pages of sequences.
+
+pallas_kernels/quantized_attention/pages.py defines the unified pages (DiffKV §5.2).
+"""
 
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -94,12 +94,27 @@ def test_trouble_with_one_part_loses_no_other(tmp_path):
     assert late.timings == [] and late.left_out == ["late"]
 
 
+@pytest.mark.slow
+def test_checks_in_processes_lose_no_result(tmp_path):
+    """Each check has a process of its own; what fails or comes too late is named."""
+    results = gpu_check.Results(str(tmp_path), minutes=60)
+    calls = [(True, "copy_pages", name, "xla") for name in ("none", "small")]
+    results.add_checks(calls, jobs=2)
+    assert [(check.op, check.spec) for check in results.checks] == [("copy_pages", "small")]
+    assert results.failed == {"check copy_pages none xla": "RuntimeError: KeyError: 'none'"}
+    late = gpu_check.Results(None, minutes=0)
+    late.add_checks(calls, jobs=2)
+    assert late.checks == [] and late.failed == {}
+    assert late.left_out == ["check copy_pages none xla", "check copy_pages small xla"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "JAX sees no GPU; --small tries the program without one"),
         (["--op=attention"], "no op attention; allowed: paged_attention"),
         (["--small", "--spec=llama-9"], "no op has a spec llama-9"),
+        (["--small", "--jobs=-1"], "--jobs must be at least 1, not -1"),
     ],
 )
 def test_bad_flags_are_refused_before_any_work(flags, message, capsys):

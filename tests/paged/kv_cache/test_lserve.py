@@ -300,7 +300,7 @@ def test_options_that_cannot_work_are_refused(changes, message):
         (
             {"head_dim": 6},
             {"policy_options": replace(LSERVE_OPTIONS, kv_bits=4)},
-            "a head dim of 6 elements of 4 bits fills no whole words",
+            "a head dim of 6 with 4-bit elements is not a whole number of 32-bit words",
         ),
         (
             {},

@@ -243,7 +243,7 @@ def test_the_host_works_once_for_several_iterations():
 
 
 def test_what_cannot_be_simulated_is_refused():
-    with pytest.raises(ValueError, match="host 'orca' is none of none, punica, vllm"):
+    with pytest.raises(ValueError, match=r"unknown host 'orca': .* 'none', 'punica', 'vllm'"):
         declared(host="orca")
     with pytest.raises(ValueError, match="16 bits: dtype float16, not float32"):
         StepCost.declare(LLAMA, EngineConfig(), "a100-80", "float32")

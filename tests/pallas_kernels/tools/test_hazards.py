@@ -60,8 +60,50 @@ def test_a_copy_that_may_begin_between_multiples_of_128_bytes(monkeypatch):
     assert _complaints("sgmv", "llama-2-7b-rank64") == []
     monkeypatch.setattr(sgmv_sm90, "TMA_BYTES", 64)
     shrink, *expand = _complaints("sgmv", "llama-2-7b-rank64")
-    assert "sgmv_shrink: a copy begins at any index of 64 bytes each" in shrink
-    assert "sgmv_expand: a copy begins at index 1 of 64 bytes each" in expand[0]
+    of = "of 64 bytes each of Ref<smem>"
+    assert shrink == f"sgmv_shrink: a copy begins at any index {of}{{float32[64,16]}}"
+    assert expand[0] == f"sgmv_expand: a copy begins at index 1 {of}{{bfloat16[4,32]}}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "at", "complains"),
+    [
+        ((8, 64), lambda ref, i: ref.at[i], False),
+        ((8, 32), lambda ref, i: ref.at[i], True),
+        ((8, 32), lambda ref, i: ref.at[2], False),
+        ((8, 32), lambda ref, i: ref.at[pl.ds(3, 2)], True),
+        ((4, 8, 32), lambda ref, i: ref.at[i].at[4], False),
+        ((4, 8, 32), lambda ref, i: ref.at[i].at[1], True),
+    ],
+)
+def test_the_place_of_a_copy_is_followed_through_indices(shape, at, complains):
+    """bfloat16: rows of 64 elements have 128 bytes, rows of 32 have half of them."""
+
+    def body(x_ref, out_ref, *, buffer_s):
+        plgpu.copy_smem_to_gmem(at(buffer_s, lax.axis_index("block")), out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    copied = jax.eval_shape(lambda: jnp.zeros(shape, jnp.bfloat16))
+    part = jax.eval_shape(lambda x: at(_Indexed(x), 0).x, copied)
+    call = mosaic.kernel(
+        body, "copies", out_type=part, grid=(4,), grid_names=("block",),
+        scratch={"buffer_s": plgpu.SMEM(shape, jnp.bfloat16)},
+    )  # fmt: skip
+    with backend.compiling_for(H200.gpu):
+        jaxpr = jax.make_jaxpr(call)(jax.ShapeDtypeStruct((8,), jnp.bfloat16))
+    assert bool(hazards.check(jaxpr)) == complains
+
+
+class _Indexed:
+    """An array that is indexed as a reference is."""
+
+    def __init__(self, x):
+        self.x, self.at = x, self
+
+    def __getitem__(self, index):
+        if isinstance(index, pl.Slice):
+            index = slice(index.start, index.start + index.size)
+        return _Indexed(self.x[index])
 
 
 @pytest.mark.parametrize("op", PREFILLS)

@@ -271,7 +271,7 @@ def test_options_that_cannot_work_are_refused(options, message):
             {}, {"policy_options": {"gates": ((0.5, 0.5),)}},
             "gates are of 1 layers of 2 KV heads, but the model has 2 of 2",
         ),
-        ({}, {"policy_options": {"low": "K4V2"}}, "fills no whole words"),
+        ({}, {"policy_options": {"low": "K4V2"}}, "is not a whole number of 32-bit words"),
         (
             {}, {"policy_options": {"low": "K4V4", "outliers": 5}},
             r"outliers \(5\) must be at most half of the head dim \(8\)",
