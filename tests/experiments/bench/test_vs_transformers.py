@@ -53,7 +53,7 @@ def test_bad_settings_are_refused(change, message):
     ("change", "message"),
     [
         ({"batches": (64,)}, r"a batch of 64 exceeds max_num_seqs \(4\)"),
-        ({"models": ("100m",), "output_tokens": 9000}, "exceed the context of 100m"),
+        ({"models": ("100m",), "output_tokens": 9000}, "exceed 100m's context of"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(change, message):
