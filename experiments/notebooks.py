@@ -4,8 +4,8 @@
 
 Each notebook runs in its own kernel with the working directory notebooks/, as in Jupyter. A cell
 that raises ends the run. Cells with the tag 'interactive' run too, but their outputs need a browser
-and are left out. Writes to --output_dir, for each notebook, NAME.md and its pictures in
-NAME_files/, which GitHub shows; report.json, and summary.json with the seconds of each notebook.
+and are left out. For each notebook the program writes NAME.md, which GitHub shows, and pictures in
+NAME_files/. It also writes report.json, and summary.json with the seconds of each notebook.
 """
 
 import os

@@ -1,7 +1,8 @@
 """The server in its own process, its metrics, and clients that load it.
 
-Client and server share a machine, so CPU time of the client is lost to the server. While requests
-run, a client only stores received bytes and times; responses are parsed after the run.
+Client and server share a machine, so the server cannot use the CPU time that the client takes.
+While requests run, a client only stores received bytes and times; responses are parsed after the
+run.
 """
 
 import asyncio
@@ -271,7 +272,7 @@ async def served(port: int, model: str, trace: Sequence[Request], streams: bool)
 
 
 def completions(model: str, trace: Sequence[Request], streams: bool) -> list[bytes]:
-    """The HTTP requests of a trace; request i samples with seed i."""
+    """The HTTP requests of a trace; request i has seed i."""
     return [completion(model, each, streams, seed=i) for i, each in enumerate(trace)]
 
 
@@ -284,8 +285,8 @@ async def leave_early(
     port: int, model: str, requests: Sequence[Request], count: int, rate: float, most_s: float,
     longest: int, seed: int,
 ) -> int:  # fmt: skip
-    """Run `count` clients, `rate` a second, that disconnect within `most_s` seconds: one client in
-    SENDING while sending, the others while waiting or reading. Returns the number of clients
+    """Run `count` clients, `rate` a second, that disconnect within `most_s` seconds. One client in
+    SENDING has sent part of its request; the others wait or read. Returns the number of clients
     without a whole answer."""
     rng = np.random.default_rng([seed, 4])
     asked = []

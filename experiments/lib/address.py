@@ -1,7 +1,7 @@
 """The repository's public address: `Repository` of `[project.urls]` in pyproject.toml, if set.
 
 The site of results links commits to this address. `python -m experiments.report --tables` writes it
-into the notebooks: their Colab badges, and the package that their first cells install.
+into the notebooks: their Colab badges, and the package that their first code cells install.
 """
 
 import re

@@ -77,7 +77,7 @@ def _kinds_of(record: type) -> dict[str, Kind]:
     return {field.name: kinds[field.type] for field in dataclasses.fields(record)}
 
 
-# The fields of each event, all required, as `paged.event_log` writes them.
+# Required fields of each event besides `event` and `time_s`, as `paged.event_log` writes them.
 FIELDS: dict[str, dict[str, Kind]] = {
     "engine": {"config": OBJECT, "model": OBJECT, "dtype": DTYPE},
     "arrival": {
@@ -118,8 +118,9 @@ END = {"event": TEXT, "events": COUNT, "complete": TRUTH}
 class EventLog(list[dict]):
     """The events of a log file. complete: False if the run was interrupted.
 
-    Construction raises ValueError, naming file and line, for an invalid event. Each event is
-    checked alone; a replay detects events that no run can have written together.
+    Construction raises ValueError, naming file and line, for an invalid event. Except for the place
+    of `engine`, each event is checked alone; a replay detects events that no run can have written
+    together.
     """
 
     def __init__(self, path: str | Path, events: Iterable[Any], complete: bool = True):

@@ -55,8 +55,8 @@ class Stop:
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number)
         self.__exit__()
-        # os.write, because the signal may have interrupted a print. OSError: Ctrl-C may have ended
-        # the reader of a pipe.
+        # os.write, because the signal may have interrupted a print. OSError: stderr may be a
+        # pipe whose reader Ctrl-C has ended.
         with suppress(OSError):
             os.write(2, b"\nending in good order; another signal ends the program at once\n")
 

@@ -17,7 +17,7 @@ PATH = re.compile(r"[\w.-]+(/[\w.-]+)+\.\w+")
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
-# Every engine's flags may load these.
+# Files that the flags of any engine may name.
 INPUTS = ("configs", "models/bundled")
 
 
@@ -80,7 +80,7 @@ def code_hash(files: Iterable[Path]) -> str:
     return _hash(tuple(_source(file).code for file in sorted(files)))
 
 
-# Each row of a study needs the hash, and parsing takes seconds: results are cached by file state.
+# Each row of a study needs the hash, and parsing takes seconds: parsed files are cached too.
 
 
 @functools.lru_cache(maxsize=64)

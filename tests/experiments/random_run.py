@@ -1,4 +1,4 @@
-"""A random run of an engine: all kinds of calls, at random rounds."""
+"""A random run of an engine: perhaps a pinned prefix, then calls of many kinds at random rounds."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from paged.requests.sampling_params import SamplingParams
 from tests.paged.tiny import TINY
 
 # A cache of 80 tokens holds the longest request and 16 pinned tokens, whatever the page size; a
-# cache of GROUPS_FROM tokens holds three such sequences.
+# cache of GROUPS_FROM tokens holds a request of three such sequences, and the pinned tokens.
 LONGEST_PROMPT, MOST_TOKENS, GROUPS_FROM = 24, 20, 160
 
 
@@ -21,9 +21,9 @@ def chance(rng: random.Random, percent: int) -> bool:
 
 
 def random_run(engine: Engine, rng: random.Random, rounds: int, rich: bool = False) -> list[dict]:
-    """The log of a random run, as JSON, with the adapters that `engine` knows.
+    """Run `engine` with random calls and the adapters that it knows. Returns the log, as JSON.
 
-    rich: requests use all sampling parameters that change tokens.
+    rich: requests also vary temperature, top_k, top_p, logit_bias and other sampling parameters.
     """
     shared = [[rng.randint(3, TINY.vocab_size - 1) for _ in range(16)] for _ in range(2)]
     salts, adapters = ["", "b"], [None, *engine.adapters.names]

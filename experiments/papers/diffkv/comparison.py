@@ -41,7 +41,8 @@ def draw_families(
     points: Axes, divergence: Axes, found: Mapping[str, Row],
     families: Mapping[str, Sequence[str]], apart: Sequence[str] = ("uniform",),
 ) -> None:  # fmt: skip
-    """Draws right answers and divergence over memory, a line for each family of systems.
+    """Draws the difference of right answers and the divergence over memory, a line for each family
+    of systems.
 
     apart: families drawn as points without a line.
     """

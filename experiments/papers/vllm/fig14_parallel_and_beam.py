@@ -82,8 +82,8 @@ STUDY = rates.study(
         opt.setting("13b", "vllm"),
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); ancestries of "
         "beams are those of the bundled model; Orca's copies between beams take no time; arrivals "
-        "last a minute (paper: an hour); --knobs runs only beam6 with changed constants of the "
-        "clock",
+        "last a minute (paper: an hour); --knobs repeats beam6 alone with changed constants of "
+        "the clock",
         "reduced",
     ),
     paper=PAPER,

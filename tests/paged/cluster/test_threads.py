@@ -1,6 +1,7 @@
 """Engines in threads of one process, each on a device of its own.
 
-A process counts its devices only once, so this file also runs as a program with two devices.
+A process fixes its number of devices at its start, so a test also runs this file as a program
+with two devices.
 """
 
 import json
@@ -184,7 +185,7 @@ def main() -> None:
             Arrival(0.01 * i, *asked, name)
             for i, (asked, name) in enumerate(zip(requests(24), names, strict=True))
         ])  # fmt: skip
-    for name, folder in folders.items():  # its runner may have served few of them
+    for name, folder in folders.items():  # gpu-0 may lack adapters that only gpu-1 served
         engines["gpu-0"].add_adapter(name, folder)
     undisturbed = engines["gpu-0"].generate(prompts, hows, names)
     pools = {uuid: jax.tree.leaves(each.executor._cache) for uuid, each in engines.items()}  # type: ignore[attr-defined]

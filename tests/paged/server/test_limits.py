@@ -117,7 +117,7 @@ def test_request_ids(server: Served):
 
 def test_nobody_writes_lines_of_their_own_into_the_log(caplog):
     caplog.set_level("INFO", "paged.server.access")
-    with served(simulated()[0]) as server:  # the server's end waits for the log line
+    with served(simulated()[0]) as server:  # leaving the block waits for the log line
         server.http.get(f"{server.url}/x%0Areq-0%20GET%20/secret%00")
     (told,) = [each.getMessage() for each in caplog.records if "secret" in each.getMessage()]
     assert told.isprintable() and "GET /x%0Areq-0" in told

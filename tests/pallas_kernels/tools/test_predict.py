@@ -11,7 +11,7 @@ from pallas_kernels.tools.sass import Loop
 from pallas_kernels.tools.targets import TARGETS
 
 H200, A100 = TARGETS["h200"], TARGETS["a100"]
-# 128 queries of two warpgroups times 128 keys, at head dim 128: both products read both operands
+# Two warpgroups, each 64 queries times 128 keys, at head dim 128: both products read both operands
 # from shared memory, and probabilities go through it.
 PREFILL = Launch(
     "prefill", (8, 66, 4), warpgroups=3, in_flight=128 * 1024, copied=64 * 1024,
@@ -33,7 +33,7 @@ def _loop(instructions, flops):
         (95, 128, 75816, H200, 3, "shared memory"),  # 3 * (75,816 + 1,024) of 233,472 bytes
         (96, 256, 1024, H200, 2, "registers"),  # 65,536 / (96 * 256) = 2.7
         (90, 256, 1024, H200, 2, "registers"),  # 90 counts as 96
-        (32, 1024, 0, H200, 2, "registers"),  # as many as threads allow
+        (32, 1024, 0, H200, 2, "registers"),  # threads allow as many
         (16, 1024, 0, H200, 2, "threads"),
         (16, 32, 0, H200, 32, "blocks"),
         (143, 128, 68608, A100, 2, "shared memory"),
@@ -64,7 +64,7 @@ def test_prefill():
     assert found.clocks["issue"] == 2 * 500 + 300
     assert found.clocks["L2"] == pytest.approx(2261, rel=1e-3)
     assert found.bound == "shared memory"
-    # All of them overlap; tensor cores that never rest reduce the clock rate to 77 to 87 %.
+    # The resources overlap. Busy tensor cores lower the clock rate to 77 to 87 %.
     assert found.of == "tensor"
     assert found.shares == pytest.approx((2048 / 2304 * 0.77, 2048 / 2304 * 0.87), rel=1e-3)
     assert found.tile_s == pytest.approx(
@@ -74,7 +74,7 @@ def test_prefill():
 
 def test_decode_at_the_memorys_pace_and_issue_bound():
     found = predict.predict(DECODE, _loop(400, DECODE.flops), None, 2, H200, False)
-    # 32 KB of 36.4 KB/us, at 92 % and 1.83 GHz; 69 KB through shared memory.
+    # 32 KiB at 92 % of 36,364 bytes/us and 1.83 GHz; 69 KiB through shared memory.
     assert found.clocks["memory"] == pytest.approx(1791, rel=1e-3)
     assert found.clocks["shared memory"] == 69 * 1024 / 128
     assert (found.bound, found.of) == ("memory", "bandwidth")
@@ -121,7 +121,7 @@ def test_seconds_of_a_call():
     # A call takes no less time than memory takes to deliver its bytes.
     floor = predict.seconds(prediction, even, 2, 0, 10**10, H200)
     assert floor == pytest.approx([10**10 / (share * 4.8e12) for share in (0.92, 0.87)])
-    # A call without a balance is as fast as its loop reads.
+    # Without a balance, a call reads its bytes at the rate of its loop.
     alone = predict.seconds(prediction, None, 2, 3, 10**10, H200)
     assert alone == pytest.approx(
         [10**10 / (share * 4.8e12) + 4.5e-6 for share in reversed(prediction.shares)]
@@ -129,7 +129,8 @@ def test_seconds_of_a_call():
 
 
 def test_what_needs_nearly_as_long_delays_more_the_less_it_overlaps():
-    """A 4-bit tile takes 1,751 clocks of memory, 1,728 of shared memory and 1,774 of issue."""
+    """A 4-bit tile takes 1,751 clocks of memory at its nominal bandwidth, 1,728 of shared memory,
+    1,774 of issue and 256 of tensor cores."""
     clocks = {"memory": 1751 / 0.92, "shared memory": 1728.0, "issue": 1774.0, "tensor": 256.0}
     least, most = (1751 / predict._delayed(clocks, one) for one in (
         predict.CAUTIOUS, predict.HOPEFUL
