@@ -17,7 +17,7 @@ kernel libraries that can be imported are timed as peers. In order:
 
 Checks mostly compile, so --jobs of them run at once, each in a process of its own: an error of a
 kernel breaks all later calls of its process. Times are measured alone. Parts for which --minutes
-leave no time are listed as left out; --minutes=30 leave time for all.
+leave no time are listed as left out.
 
 Times are kernel times, without the gaps between kernels; the engine's step is wall time. Calls
 rotate through several sets of inputs, so that few inputs are in the L2 cache. gpu_check.json holds
