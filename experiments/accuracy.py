@@ -26,6 +26,7 @@ from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
+from experiments.lib.presets import padded
 from experiments.lib.typed_flags import ModelFlags, flag
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import MATCHES, Problems, read_problems
@@ -46,9 +47,10 @@ Systems = Mapping[str, EngineConfig]
 # prefills of 512 to 1,024 tokens, and one for decode steps.
 QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
 # Flags of the full scale for claims that the bundled model cannot judge, because nearly all of its
-# heads need all tokens.
+# heads need all tokens: 500 prompts a system.
 JUDGE = {
     "model": "judge", "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,),
+    "num_prompts": 125,
 }  # fmt: skip
 # (flags, rows) -> pairs (system, reference) to compare besides the pairs with the first system.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
@@ -63,6 +65,9 @@ class AccuracyFlags(ModelFlags):
     num_prompts: int = flag(50, "of each task and context", least=1, most=evaluate.MOST_PROMPTS)
     seed: int = flag(7, "of the prompts", least=0)
     at_once: int = flag(16, "prompts that are answered at once, at most", least=1)
+    pad_steps: bool = flag(
+        False, "whether steps are padded to the largest size, so that two programs are compiled"
+    )
     problems: tuple[str, ...] = flag(
         (), "files of problems, up to the longest of --contexts, in place of --tasks"
     )
@@ -161,9 +166,9 @@ def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
 
 
 def whole_prompts(flags: AccuracyFlags) -> dict[str, Any]:
-    """EngineConfig fields for one whole prompt a step and few sequences at once, so that few
-    programs are compiled."""
-    most = min(8, flags.at_once)
+    """EngineConfig fields for one whole prompt a step, and unless steps are padded for few
+    sequences at once, so that few programs are compiled."""
+    most = flags.at_once if flags.pad_steps else min(8, flags.at_once)
     return {
         "max_num_seqs": most, "max_prefills_per_step": 1, "max_num_batched_tokens": flags.longest,
         "kv_cache_tokens": (most + 1) * flags.longest, "chunked_prefill": False,
@@ -196,7 +201,7 @@ def answered[F: AccuracyFlags](
     early when the run is stopped."""
     systems = make(flags)
     problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
-    how = flags.dtype, flags.seed, flags.attention_implementation, flags.match
+    how = flags.dtype, flags.seed, flags.attention_implementation, flags.match, flags.pad_steps
     for i, (name, config) in enumerate(systems.items(), start=1):
         paths = {
             key: kept_answers.path_of(run.shared, name, [config, how, made_by, key, asked])
@@ -206,6 +211,8 @@ def answered[F: AccuracyFlags](
         before = ", answered before" * (None not in kept.values())
         print(f"{i} of {len(systems)}: {name}{before}", flush=True)
         engine = None if before else load_engine(config, **loading(flags))
+        if engine and flags.pad_steps:
+            engine = padded(engine)
         found = Evaluation()
         for key, one in kept.items():
             if run.stopped():

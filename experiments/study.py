@@ -39,7 +39,7 @@ from experiments.lib.sources import inputs_hash, sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag
 
 KEPT = "kept"
-JOBS = "jobs"  # the field of `jobs_flag`, which changes the speed but not the setting
+SPEED = ("jobs", "at_once", "pad_steps")  # flags that change the speed but not the setting
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")
@@ -213,7 +213,7 @@ class Study[F: Flags, R]:
         return ", ".join(
             f"--{name}={_as_given(value)} ({_as_given(full[name])})"
             for name, value in now.items()
-            if name in full and value != full[name] and name != JOBS
+            if name in full and value != full[name] and name not in SPEED
         )
 
     def at(self, scale: Literal["quick", "full"]) -> F:
