@@ -28,15 +28,14 @@ an error if a result is wrong.
 import argparse
 import dataclasses
 import os
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children
 from typing import Any
 
 import jax
@@ -44,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import run_record
+from experiments.lib.processes import call_apart
 from experiments.lib.signals import interrupts
 from pallas_kernels import backend, mosaic
 from pallas_kernels.ops import OPS
@@ -53,6 +53,7 @@ REPEATS = 10
 L2_BYTES = 64 * 2**20  # at least the L2 size of every supported GPU
 MAX_SETS = 32
 LAST_SECONDS = 30  # for checks that are running when --minutes have passed
+ENGINE_SECONDS = 240  # for the engine's step, most of it compilation
 # The specs whose times matter most are timed first.
 FIRST = (
     "llama-3-8b",
@@ -111,41 +112,18 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
 
 
 def check_named(small: bool, op: str, name: str, implementation: str) -> Check:
-    """`check` in a process of `processes`, which cannot receive a spec."""
-    try:
-        return check(op, name, OPS[op].checked(small)[name], implementation)
-    except ImportError:
-        raise
-    except Exception as error:  # The parent may be unable to read other exceptions.
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
-
-
-def processes(count: int, initializer: Callable[[], None]) -> ProcessPoolExecutor:
-    """`count` processes at a time, each for one call."""
-    return ProcessPoolExecutor(
-        count, get_context("spawn"), initializer=initializer, max_tasks_per_child=1
-    )
-
-
-def end(pool: ProcessPoolExecutor, futures: list[Future]) -> None:
-    """End a pool and its calls, also those that hang."""
-    for future in futures:
-        future.cancel()
-    for child in active_children():
-        child.kill()
-    pool.shutdown()
+    """`check` in a process of its own, which cannot receive a spec."""
+    return check(op, name, OPS[op].checked(small)[name], implementation)
 
 
 def _share_gpu() -> None:
     """Take GPU memory as needed and give it back, and choose products without timing them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends its processes.
     os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 
 def _take_gpu() -> None:
     """Take most GPU memory at once, because pieces that are taken by and by leave gaps."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
 
 
@@ -261,12 +239,7 @@ def time_engine(small: bool, rates: Rates) -> Timing:
     if backend.current_gpu() is None:
         name, seconds, cost = _engine_step(small)
     else:
-        pool = processes(1, _take_gpu)
-        step = pool.submit(_engine_step, small)
-        try:
-            name, seconds, cost = step.result()
-        finally:
-            end(pool, [step])
+        name, seconds, cost = call_apart(_take_gpu, ENGINE_SECONDS, _engine_step, small)
     floor = rates.floor_s(cost)
     return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
@@ -345,17 +318,28 @@ class Results:
             for label, call in zip(labels, calls):
                 self.add(self.checks, label, check_named, *call)
             return
-        pool = processes(jobs, _share_gpu)
-        futures = [pool.submit(check_named, *call) for call in calls]
-        try:
-            for label, future in zip(labels, futures):
-                if future.done() or future.running() or not self.late():
-                    left = max(0.0, self._end + LAST_SECONDS - time.monotonic())
-                    self._add(self.checks, label, future.result, left)
-                else:
-                    self.left_out.append(label)
-        finally:
-            end(pool, futures)
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(self._check_apart, *call) for call in calls]
+            try:
+                for label, future in zip(labels, futures):
+                    wait([future])
+                    if future.exception() or future.result():
+                        self._add(self.checks, label, future.result)
+                    else:
+                        self.left_out.append(label)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                while any(future.running() for future in futures):
+                    for child in active_children():
+                        child.kill()
+                    time.sleep(0.1)
+
+    def _check_apart(self, *call: Any) -> Check | None:
+        """`check_named` in a process of its own; None if no time is left to begin it."""
+        if self.late():
+            return None
+        left = self._end + LAST_SECONDS - time.monotonic()
+        return call_apart(_share_gpu, left, check_named, *call)
 
     def write(self) -> None:
         if self._output_dir:

@@ -1,4 +1,4 @@
-"""Programs that run in parallel, each in its own process and process group."""
+"""Programs and calls that run in processes of their own."""
 
 import os
 import signal
@@ -50,6 +50,50 @@ def run_apart(
             for process in left:
                 if process.is_alive():
                     _send(process, signal.SIGKILL)
+
+
+def call_apart[T](
+    prepare: Callable[[], None], seconds: float, function: Callable[..., T], *arguments: Any
+) -> T:
+    """`function(*arguments)` in a process of its own, after `prepare()` there. Several threads may
+    call this at once. The process ignores Ctrl-C; a caller that is interrupted kills it.
+
+    prepare, function: module-level functions.
+
+    Raises RuntimeError if the call fails, if its process dies, or after `seconds`; ImportError if
+    the call raises it.
+    """
+    context = get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sending, prepare, function, arguments))
+    process.start()
+    sending.close()
+    try:
+        if not receiving.poll(seconds):
+            raise RuntimeError(f"no result after {seconds:.0f} s")
+        result = receiving.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process ended with status {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+        receiving.close()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _answer(sending: connection.Connection, prepare: Callable, function: Callable, args: tuple):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prepare()
+    try:
+        result = function(*args)
+    except ImportError as error:
+        result = ImportError(str(error))
+    except Exception as error:  # The parent may be unable to load other exceptions.
+        result = RuntimeError(f"{type(error).__name__}: {error}")
+    sending.send(result)
 
 
 def _run(program: Callable[..., int], case: tuple[Any, ...]) -> None:

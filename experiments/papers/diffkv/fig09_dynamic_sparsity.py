@@ -131,7 +131,7 @@ STUDY = accuracy.study(
         "budgets": (0.5, 0.81),
     },
     full=accuracy.JUDGE | {"alphas": (0.1, 0.3, 1.0), "budgets": (0.5, 0.81, 0.99)},
-    minutes=(1.5, 60),
+    minutes=(1.5, 200),
 )
 
 if __name__ == "__main__":

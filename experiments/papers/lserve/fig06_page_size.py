@@ -75,7 +75,7 @@ STUDY = accuracy.study(
     draw=draw,
     quick=accuracy.QUICK | {"tasks": ("multikey", "values", "cot"), "budgets": (256,)},
     full=accuracy.JUDGE | {"budgets": (512, 1024)},
-    minutes=(1.2, 90),
+    minutes=(1.2, 140),
 )
 
 if __name__ == "__main__":

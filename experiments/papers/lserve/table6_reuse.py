@@ -78,7 +78,7 @@ STUDY = accuracy.study(
     quick=accuracy.QUICK
     | {"tasks": ("multikey", "values", "cot"), "intervals": (1, 4, 8), "budget": 256},
     full=accuracy.JUDGE | {"budget": 1024},
-    minutes=(1, 60),
+    minutes=(1, 120),
 )
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ BATCHES, WIDTH = (1, 2, 4, 8, 16, 32, 48, 64), 4096
 COMMAND = "python -m experiments.papers.punica."
 HERE = (
     "4,096 × 4,096, 16 bits, batches of 1 to 64; predicted for an H200 from the compiled kernel's "
-    "bytes and launches, no clock"
+    "bytes and launches, and measured where there is a GPU"
 )
 DIFFERS = "the paper times an A100, for which SGMV has no kernel here"
 

@@ -1,11 +1,13 @@
-"""Programs in processes of their own, with real signals."""
+"""Programs and calls in processes of their own, with real signals."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
-from experiments.lib.processes import run_apart
+import pytest
+
+from experiments.lib.processes import call_apart, run_apart
 
 
 def program(folder: Path, name: str) -> int:
@@ -37,3 +39,19 @@ def test_who_stops_ends_what_runs_and_begins_nothing_more(tmp_path):
         time.sleep(0.05)
     running.close()
     assert (tmp_path / "long one interrupted").exists() and not (tmp_path / "never").exists()
+
+
+def die_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_call_apart_ends_with_its_result_whatever_its_process_does():
+    assert call_apart(int, 60, divmod, 7, 3) == (2, 1)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: "):
+        call_apart(int, 60, divmod, 1, 0)
+    with pytest.raises(ImportError, match="no_such_module"):
+        call_apart(int, 60, __import__, "no_such_module")
+    with pytest.raises(RuntimeError, match="the process ended with status -11"):
+        call_apart(int, 60, die_by, signal.SIGSEGV)
+    with pytest.raises(RuntimeError, match="no result after 1 s"):
+        call_apart(int, 1, time.sleep, 600)
