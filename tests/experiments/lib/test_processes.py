@@ -41,17 +41,21 @@ def test_who_stops_ends_what_runs_and_begins_nothing_more(tmp_path):
     assert (tmp_path / "long one interrupted").exists() and not (tmp_path / "never").exists()
 
 
+def nothing() -> None:
+    pass
+
+
 def die_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
 def test_a_call_apart_ends_with_its_result_whatever_its_process_does():
-    assert call_apart(int, 60, divmod, 7, 3) == (2, 1)
+    assert call_apart(nothing, 60, divmod, 7, 3) == (2, 1)
     with pytest.raises(RuntimeError, match="ZeroDivisionError: "):
-        call_apart(int, 60, divmod, 1, 0)
+        call_apart(nothing, 60, divmod, 1, 0)
     with pytest.raises(ImportError, match="no_such_module"):
-        call_apart(int, 60, __import__, "no_such_module")
+        call_apart(nothing, 60, __import__, "no_such_module")
     with pytest.raises(RuntimeError, match="the process ended with status -11"):
-        call_apart(int, 60, die_by, signal.SIGSEGV)
+        call_apart(nothing, 60, die_by, signal.SIGSEGV)
     with pytest.raises(RuntimeError, match="no result after 1 s"):
-        call_apart(int, 1, time.sleep, 600)
+        call_apart(nothing, 1, time.sleep, 600)
