@@ -166,8 +166,8 @@ def config_of(flags: AccuracyFlags, **fields: Any) -> EngineConfig:
 
 
 def whole_prompts(flags: AccuracyFlags) -> dict[str, Any]:
-    """EngineConfig fields for one whole prompt a step, and unless steps are padded for few
-    sequences at once, so that few programs are compiled."""
+    """EngineConfig fields for one whole prompt a step. Without padded steps at most 8 sequences
+    run at once, so that few programs are compiled."""
     most = flags.at_once if flags.pad_steps else min(8, flags.at_once)
     return {
         "max_num_seqs": most, "max_prefills_per_step": 1, "max_num_batched_tokens": flags.longest,

@@ -155,9 +155,9 @@ def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> N
             at = num_common(s.tokens, t.tokens)
             if at == min(len(s.tokens), len(t.tokens)):
                 if len(s.tokens) != len(t.tokens):
-                    raise Wrong(f"{len(s.tokens)} tokens for {len(t.tokens)}")
+                    raise Wrong(f"{len(s.tokens)} tokens, not {len(t.tokens)}")
             elif t.logprobs is None or lead(t.logprobs[at]) > NEAR_TIE:
-                raise Wrong(f"token {s.tokens[at]} for {t.tokens[at]} at {at}")
+                raise Wrong(f"token {at} is {s.tokens[at]}, not {t.tokens[at]}")
 
 
 def lead(entry: TokenLogprob) -> float:

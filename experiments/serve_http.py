@@ -39,8 +39,7 @@ class ServerFlags(ExecutorFlags):
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all of the machine")
     port: int = flag(8000, "0 for any that is free", least=0, most=65535)
     served_model_name: str = flag(
-        "", "what requests call the model; empty for --model, or for the last part of a folder's "
-        "path",
+        "", "the model's name in requests; empty: --model, or the last part of a folder's path"
     )  # fmt: skip
     chat_template: str = flag("", "file of a Jinja chat template; empty for the tokenizer's own")
     api_keys: str = flag(
@@ -92,7 +91,7 @@ def prepared(flags: ServerFlags, model: ModelConfig, tokenizer) -> Callable[[], 
     if config.tensor_parallel > 1:
         raise ValueError("--tensor_parallel: each engine of a cluster has one device")
     if flags.executor != "device":
-        raise ValueError(f"--executor={flags.executor} is for one engine: --runners=1")
+        raise ValueError(f"--executor={flags.executor}: only for one engine, without --ray")
     try:
         make = ray_actors if flags.ray else threads
         live = make(flags, model, config, flags.runners, tokenizer)

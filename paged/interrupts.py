@@ -18,7 +18,7 @@ SIGNALS: dict[type[BaseException], int] = {KeyboardInterrupt: signal.SIGINT}
 
 
 def keep_interrupts() -> None:
-    """Install a hook that sends each dropped interrupt again as a signal. A signal also ends
+    """Install a hook that sends each dropped interrupt again as a signal, which ends blocking
     waits."""
     before = sys.unraisablehook
     if getattr(before, "keeps_interrupts", False):

@@ -21,7 +21,7 @@ class StepRecord:
     host_s: wall time of the host's work in the round that dispatched this step (schedule, batch
         building, dispatch, and applying the previous step's outputs), without waiting; 0 for a step
         of a decode run.
-    device_s: time from the later of dispatch and the previous step's end to this step's end,
+    device_s: time from the later of schedule and the previous step's end to this step's end,
         measured on the host.
     decode_tokens: tokens of decode rows, including tokens that are dropped later.
     num_running, num_waiting: number of groups.
@@ -131,9 +131,10 @@ class Metrics:
     """The records of an engine, which grow until `clear`.
 
     events: written by `EventLog`.
-    compilations_warmup: programs compiled in this process from the engine's construction to the
-        end of `warm_up`.
-    compilations_after_warmup: programs compiled since then; all programs without `warm_up`.
+    compilations_warmup: programs compiled, or loaded from JAX's cache, from the engine's
+        construction to the end of `warm_up`.
+    compilations_after_warmup: programs compiled or loaded since then, or since the construction
+        without `warm_up`.
     """
 
     steps: list[StepRecord] = field(default_factory=list)

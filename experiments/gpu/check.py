@@ -1,4 +1,4 @@
-"""Check every kernel on this machine's GPU and time the most important ones, in 8 minutes.
+"""Check every kernel on this machine's GPU and time the most important ones, in some 8 minutes.
 
     python -m experiments.gpu.check --output_dir=experiments/results/h200
 
@@ -13,16 +13,16 @@ kernel libraries that can be imported are timed as peers. In order:
 4. the median times of the most important specs' kernels, beside their floors at these rates; peers'
    times for the same shapes;
 5. the median times of all other kernels and specs;
-6. XLA's implementations of the ops, checked and timed the same way.
+6. XLA's implementations of the ops, checked, and timed but for slow specs.
 
 Checks mostly compile, so --jobs of them run at once, each in a process of its own: an error of a
-kernel breaks all later calls of its process. Times are measured alone. Parts for which --minutes
-leave no time are listed as left out.
+kernel breaks all later calls of its process. A kernel whose check fails is not timed. Times are
+measured alone. Parts for which --minutes leave no time are listed as left out.
 
-Times are kernel times, without the gaps between kernels; the engine's step is wall time. Calls
-rotate through several sets of inputs, so that few inputs are in the L2 cache. gpu_check.json holds
-all results with flags, hardware, versions and commit; it is rewritten after each result. Exits with
-an error if a result is wrong.
+Times are kernel times, without the gaps between kernels; those of the engine, torch and FlashInfer
+have gaps. Calls rotate through several sets of inputs, so that few inputs are in the L2 cache.
+gpu_check.json holds all results with flags, hardware, versions and commit; it is rewritten after
+each result. Exits with an error if a result is wrong.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children
@@ -53,7 +53,8 @@ REPEATS = 10
 L2_BYTES = 64 * 2**20  # at least the L2 size of every supported GPU
 MAX_SETS = 32
 LAST_SECONDS = 30  # for checks that are running when --minutes have passed
-ENGINE_SECONDS = 240  # for the engine's step, most of it compilation
+CHECK_SECONDS = 120  # after which a check hangs
+ENGINE_SECONDS = 150  # for the engine's step, most of it compilation
 # The specs whose times matter most are timed first.
 FIRST = (
     "llama-3-8b",
@@ -112,12 +113,12 @@ def check(op: str, name: str, spec: Spec, implementation: str) -> Check:
 
 
 def check_named(small: bool, op: str, name: str, implementation: str) -> Check:
-    """`check` in a process of its own, which cannot receive a spec."""
+    """`check` by names, because other processes cannot receive a spec."""
     return check(op, name, OPS[op].checked(small)[name], implementation)
 
 
 def _share_gpu() -> None:
-    """Take GPU memory as needed and give it back, and choose products without timing them."""
+    """Take GPU memory as needed and give it back, and choose GEMMs without timing them."""
     os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
@@ -234,12 +235,15 @@ def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> f
 
 
 def time_engine(small: bool, rates: Rates) -> Timing:
-    """Time the engine's decode step, with a GPU in a process of its own. Raises ImportError if its
+    """Time the engine's decode step, with a GPU in a process of its own. Raises LeftOut if its
     packages are not installed."""
-    if backend.current_gpu() is None:
-        name, seconds, cost = _engine_step(small)
-    else:
-        name, seconds, cost = call_apart(_take_gpu, ENGINE_SECONDS, _engine_step, small)
+    try:
+        if backend.current_gpu() is None:
+            name, seconds, cost = _engine_step(small)
+        else:
+            name, seconds, cost = call_apart(_take_gpu, ENGINE_SECONDS, _engine_step, small)
+    except ImportError as error:
+        raise LeftOut(str(error)) from error
     floor = rates.floor_s(cost)
     return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
@@ -273,6 +277,14 @@ def specs_to_time(small: bool) -> list[tuple[str, str, Spec]]:
     return sorted(specs, key=lambda one: order.get(one[1], len(order)))
 
 
+def check_label(op: str, spec: str, implementation: str) -> str:
+    return f"check {op} {spec} {implementation}"
+
+
+class LeftOut(Exception):
+    """A part without a result that is no failure."""
+
+
 class Results:
     """All results so far, written to gpu_check.json after each one."""
 
@@ -296,6 +308,7 @@ class Results:
         """Append `function(*arguments)` to `to`, unless it fails or no time is left."""
         if self.late():
             self.left_out.append(name)
+            self.write()
         else:
             self._add(to, name, function, *arguments)
 
@@ -303,8 +316,8 @@ class Results:
         try:
             to.append(function(*arguments))
             print(to[-1], flush=True)
-        except ImportError as error:
-            self.left_out.append(f"{name} ({error})")
+        except LeftOut as error:
+            self.left_out.append(f"{name} ({error})" if error.args else name)
         except Exception as error:  # A failed part must not lose the other results.
             self.failed[name] = f"{type(error).__name__}: {error}"
             print(f"{name}: {self.failed[name]}", flush=True)
@@ -312,34 +325,41 @@ class Results:
 
     def add_checks(self, calls: list[tuple], jobs: int) -> None:
         """Add `check_named` of each of `calls`, `jobs` at a time in processes; with 0 jobs, in this
-        process. Checks that are done in time count, those that hang fail."""
-        labels = [" ".join(("check", *call[1:])) for call in calls]
-        if not jobs or self.late():
+        process. Checks that do not begin or end in time are left out; those that hang fail."""
+        labels = [check_label(*call[1:]) for call in calls]
+        if not jobs:
             for label, call in zip(labels, calls):
                 self.add(self.checks, label, check_named, *call)
             return
         with ThreadPoolExecutor(jobs) as pool:
-            futures = [pool.submit(self._check_apart, *call) for call in calls]
+            futures = {
+                pool.submit(self._check_apart, *call): label for label, call in zip(labels, calls)
+            }
             try:
-                for label, future in zip(labels, futures):
-                    wait([future])
-                    if future.exception() or future.result():
-                        self._add(self.checks, label, future.result)
-                    else:
-                        self.left_out.append(label)
+                for future in as_completed(futures):
+                    self._add(self.checks, futures[future], future.result)
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-                while any(future.running() for future in futures):
+                if not all(future.done() for future in futures):
+                    self._end = time.monotonic()  # no thread begins another check
+                    pool.shutdown(wait=False, cancel_futures=True)
+                while not all(future.done() for future in futures):
                     for child in active_children():
                         child.kill()
                     time.sleep(0.1)
+        order = {label: i for i, label in enumerate(labels)}
+        self.checks.sort(key=lambda c: order.get(check_label(c.op, c.spec, c.implementation), -1))
 
-    def _check_apart(self, *call: Any) -> Check | None:
-        """`check_named` in a process of its own; None if no time is left to begin it."""
+    def _check_apart(self, *call: Any) -> Check:
+        """`check_named` in a process of its own. Raises LeftOut if no time is left."""
         if self.late():
-            return None
+            raise LeftOut
         left = self._end + LAST_SECONDS - time.monotonic()
-        return call_apart(_share_gpu, left, check_named, *call)
+        try:
+            return call_apart(_share_gpu, min(CHECK_SECONDS, left), check_named, *call)
+        except TimeoutError:
+            if left < CHECK_SECONDS:
+                raise LeftOut from None
+            raise
 
     def write(self) -> None:
         if self._output_dir:
@@ -374,7 +394,7 @@ def main(argv: list[str]) -> str | None:
     parser.add_argument("--spec", type=several, help="default: all")
     parser.add_argument("--minutes", type=float, default=7, help="after which nothing is begun")
     parser.add_argument(
-        "--jobs", type=int, help="checks at once; default: half of the cores, at most 8"
+        "--jobs", type=int, help="checks at once; default: half of the cores to 8; no GPU: 1"
     )
     parser.add_argument(
         "--small", action="store_true", help="tiny shapes: to try the program without a GPU"
@@ -391,8 +411,8 @@ def main(argv: list[str]) -> str | None:
         ]
         for specs in (specs_to_check(small), specs_to_time(small))
     )
-    if not to_time:
-        parser.error(f"no op has a spec {', '.join(arguments.spec)}")
+    if unknown := set(arguments.spec or ()) - {name for _, name, _ in to_check + to_time}:
+        parser.error(f"no op has a spec {', '.join(sorted(unknown))}")
     if arguments.jobs is not None and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {arguments.jobs}")
     gpu = backend.current_gpu()
@@ -402,10 +422,10 @@ def main(argv: list[str]) -> str | None:
         folder = run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
         if (folder / "gpu_check.json").exists() and not arguments.overwrite:
             parser.error(f"{folder} holds a gpu_check.json: --overwrite replaces it")
-    results = Results(arguments.output_dir, arguments.minutes, vars(arguments))
     most_sets = 2 if small else MAX_SETS
     # Without a GPU, kernels are interpreted, which takes all cores.
     jobs = arguments.jobs or (min(8, max(1, run_record.cpu_cores() // 2)) if gpu else 0)
+    results = Results(arguments.output_dir, arguments.minutes, vars(arguments) | {"jobs": jobs})
 
     def check_all(kernels: bool) -> None:
         named = [(op, name, kernel_of(op) if kernels else "xla") for op, name, _ in to_check]
@@ -414,22 +434,28 @@ def main(argv: list[str]) -> str | None:
     def time_all(what: list, kernels: bool) -> None:
         for op, name, spec in what:
             if implementation := kernel_of(op) if kernels else "xla":
-                call = op, name, spec, implementation, rates, most_sets
-                results.add(results.timings, f"time {op} {name} {implementation}", time_spec, *call)
+                label, call = f"time {op} {name} {implementation}", (op, name, spec, implementation)
+                if check_label(op, name, implementation) in results.failed:
+                    results.left_out.append(f"{label} (its check failed)")
+                else:
+                    results.add(results.timings, label, time_spec, *call, rates, most_sets)
 
     check_all(kernels=True)
-    results.rates = measure_rates(small)
-    rates = Rates.best(results.rates)
-    print(rates, flush=True)
-    results.add(results.timings, "engine step", time_engine, small, rates)
-    time_all([each for each in to_time if each[1] in FIRST], kernels=True)
-    for op in (op for op in OPS if op in arguments.op):
-        for (spec, peer), call in OPS[op].timed_peers(small).items():
-            results.add(results.peers, f"{op} {spec} {peer}", time_peer, op, spec, peer, call)
-    time_all([each for each in to_time if each[1] not in FIRST], kernels=True)
+    measured: list[dict[str, float]] = []
+    results.add(measured, "rates", measure_rates, small)
+    if measured:
+        results.rates = measured[0]
+        rates = Rates.best(results.rates)
+        results.add(results.timings, "engine step", time_engine, small, rates)
+        time_all([each for each in to_time if each[1] in FIRST], kernels=True)
+        for op in (op for op in OPS if op in arguments.op):
+            for (spec, peer), call in OPS[op].timed_peers(small).items():
+                results.add(results.peers, f"{op} {spec} {peer}", time_peer, op, spec, peer, call)
+        time_all([each for each in to_time if each[1] not in FIRST], kernels=True)
     check_all(kernels=False)
-    quick = [each for each in to_time if small or each[1] not in OPS[each[0]].slow_as_xla]
-    time_all(quick, kernels=False)
+    if measured:
+        quick = [each for each in to_time if small or each[1] not in OPS[each[0]].slow_as_xla]
+        time_all(quick, kernels=False)
 
     print(results.table())
     if results.left_out:

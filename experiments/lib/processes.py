@@ -21,8 +21,9 @@ def run_apart(
 
     program: a module-level function.
 
-    Ctrl-C in a terminal reaches only this process. This process then sends SIGINT to the others and
-    waits for them. Closing the iterator does the same. A second Ctrl-C kills the others.
+    Ctrl-C in a terminal does not reach programs that have begun. This process then sends SIGINT to
+    the others and waits for them. Closing the iterator does the same. A second Ctrl-C kills the
+    others.
     """
     context, waiting = get_context("spawn"), deque(enumerate(cases))
     running: dict[int, tuple[int, SpawnProcess]] = {}
@@ -56,28 +57,31 @@ def call_apart[T](
     prepare: Callable[[], None], seconds: float, function: Callable[..., T], *arguments: Any
 ) -> T:
     """`function(*arguments)` in a process of its own, after `prepare()` there. Several threads may
-    call this at once. The process ignores Ctrl-C; a caller that is interrupted kills it.
+    call this at once. Once begun, the call ignores Ctrl-C; a caller that is interrupted kills it.
 
     prepare, function: module-level functions.
 
-    Raises RuntimeError if the call fails, if its process dies, or after `seconds`; ImportError if
-    the call raises it.
+    Raises RuntimeError if the call fails or its process dies, TimeoutError after `seconds`, and
+    ImportError if the call raises it.
     """
     context = get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sending, prepare, function, arguments))
-    process.start()
-    sending.close()
+    process = context.Process(
+        target=_answer, args=(sending, prepare, function, arguments), daemon=True
+    )
     try:
+        process.start()
+        sending.close()
         if not receiving.poll(seconds):
-            raise RuntimeError(f"no result after {seconds:.0f} s")
+            raise TimeoutError(f"no result after {seconds:.0f} s")
         result = receiving.recv()
     except EOFError:
         process.join()
         raise RuntimeError(f"the process ended with status {process.exitcode}") from None
     finally:
-        process.kill()
-        process.join()
+        if process.pid is not None:
+            process.kill()
+            process.join()
         receiving.close()
     if isinstance(result, Exception):
         raise result

@@ -9,7 +9,7 @@ from models.config import ModelConfig
 from models.families import family
 from models.lora import Lora, Pair
 
-RANK = 16  # rank of all adapters in the paper
+RANK = 16  # the paper's rank, but for Fig. 9
 SIZE = 0.3  # size of BA relative to base weights: large enough to change tokens, but stable
 
 

@@ -1,4 +1,4 @@
-"""Placement of requests on GPUs: functions that only read plain state (Punica §5.1, §5.3).
+"""Placement and migration of requests on GPUs: functions of plain state (Punica §5.1, §5.3).
 
 Choices that the paper leaves open:
 

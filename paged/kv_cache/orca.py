@@ -151,7 +151,7 @@ class ReservingHost(HostPolicy):
 
         token states: computed tokens.
         reserved: tokens not computed yet, up to the sequence's limit.
-        internal: requested room beyond the limit. This waste is certain only at the sequence's end.
+        internal: requested room beyond the limit, which no token of the sequence ever fills.
         external: room of the run beyond the request, because a run has a power of two blocks.
 
         If no free run could hold the last request, all free runs too small for it are external too,

@@ -1,4 +1,5 @@
-"""Requests inside the engine: sequences and sequence groups (vLLM §4.5)."""
+"""Requests inside the engine: sequences, and sequence groups of parallel samples or beams (vLLM
+§4.4, §4.5)."""
 
 import dataclasses
 import enum

@@ -40,13 +40,13 @@ class TokenTexts:
         )["offset_mapping"]  # fmt: skip
         offsets, end = [], 0
         for start, stop in spans:
-            # An added token covers no characters; a word's span may lack the space before it.
+            # Tokens like BOS cover no text; a word's span may lack the space before it.
             offsets.append(end if start == stop else min(start, end))
             end = max(end, stop)
         return offsets
 
     def text(self, token: int, mark: str = "") -> str:
-        """A token in OpenAI's spelling: partial characters as `\\xf0\\x9f`, after `mark`."""
+        """A token in OpenAI's spelling: a partial character is `mark` and `\\xf0\\x9f`."""
         spelt = self.bytes(token)
         try:
             return spelt.decode()

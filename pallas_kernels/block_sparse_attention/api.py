@@ -22,15 +22,15 @@ def block_sparse_prefill_attention(
     schedule: PrefillSchedule | None = None,
     implementation: str | None = None,
 ):
-    """Causal attention of ragged chunks in which each page of queries attends only to the pages in
-    its index table's list (LServe §3.1, §3.4). Other pages cost no work.
+    """Causal attention of ragged chunks. The queries of a chunk in one page are a tile, which
+    attends only to the pages of its list (LServe §3.1, §3.4). Other pages cost no work.
 
-    q:        [T, H, D] queries; head h reads with KV head h // G.
+    q:        [T, H, D] queries; head h reads KV head h // G.
     k_pages, v_pages [N, P, D], page_offset, scale, soft_cap, first: as in
               `paged_prefill_attention`; `first_in_list` computes `first` for a sliding window.
     pages:    [I, K, B] int32, the page ids of `lists.blocks`. All heads keep the same number of
               pages.
-    lists:    the lists of the chunks' tiles of queries, for pages of P tokens.
+    lists:    the list of each tile of queries, in pages of P tokens.
     schedule: `plan_prefill` of `lists.starts` and `lists.lengths`; None makes one for this call.
     implementation: as in `paged_prefill_attention`, which runs the tiles as chunks.
 

@@ -98,12 +98,12 @@ def hybrid_prefill_attention(
     """Causal attention of ragged chunks with dense and streaming KV heads (LServe §3.1). Heads 0 to
     num_dense - 1 read all pages up to a query; other heads read only the pages of the query's list.
 
-    q:        [T, H, D] queries; head h reads with KV head h // G.
+    q:        [T, H, D] queries; head h reads KV head h // G.
     k_pages, v_pages [N, P, D], query_starts [S + 1], lengths [S], scale, soft_cap: as in
               `paged_prefill_attention`.
     tables:   [S, M] int32 page ids in token order, the same for all heads.
     pages:    [I, B] int32, the page ids of `lists.blocks`, the same for all heads.
-    lists:    the lists of the chunks' tiles of queries, for pages of P tokens.
+    lists:    the list of each tile of queries, in pages of P tokens.
     num_dense: int32, one of `dense_counts`. It may be traced, because it differs between layers.
     page_offset: [K] int32 added to the page ids of each head, so that heads have their own pages.
     dense_counts: the distinct numbers of dense heads in the model's layers, ascending.

@@ -1,4 +1,4 @@
-"""Named arguments of prefill with dense and streaming heads."""
+"""Cases of prefill with dense and streaming heads, by name."""
 
 from dataclasses import dataclass, replace
 

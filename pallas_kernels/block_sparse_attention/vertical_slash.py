@@ -104,7 +104,7 @@ def vertical_slash_blocks(
 
     Entries beyond a list's length may be anything.
 
-    q: `last_queries` of the segments; head h reads with KV head h // G.
+    q: `last_queries` of the segments; head h reads KV head h // G.
     k_pages, tables, page_offset, scale, soft_cap: as in `paged_prefill_attention`; pages may be
         quantised.
     segments, tiles: `segments_of` and `tiles_of` the same chunks.

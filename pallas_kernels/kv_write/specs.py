@@ -1,4 +1,4 @@
-"""Named arguments of the KV write and the page copy."""
+"""Cases of the KV write and the page copy, by name."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Named arguments of SGMV: Llama-2's projections, and the adapter popularities of Punica §7."""
+"""Cases of SGMV, by name: Llama-2's projections, and the adapter popularities of Punica §7."""
 
 import itertools
 import math

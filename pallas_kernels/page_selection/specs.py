@@ -1,4 +1,4 @@
-"""Named arguments of the selection of pages and of the statistics that it reads.
+"""Cases of the selection of pages and of the statistics that it reads, by name.
 
 Queries and statistics are small integers, so scores do not depend on the order of summation, and
 many scores are equal: all implementations must select the same pages.

@@ -102,7 +102,7 @@ def paged_attention(
 ):
     """Decode attention: one query per sequence over the pages of its table (vLLM §4.1, eq. 4).
 
-    q:        [S, H, D] queries; head h reads with KV head h // G.
+    q:        [S, H, D] queries; head h reads KV head h // G.
     k_pages, v_pages: [N, P, D] pools shared by all layers and KV heads. A page holds P tokens of
               one KV head. Either pool may be `QuantizedPages`; the Hopper kernel reads them if both
               pools are.

@@ -1,4 +1,4 @@
-"""Named arguments of decode and prefill."""
+"""Cases of decode and prefill, by name."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Named arguments of prompt attention with scores."""
+"""Cases of prompt attention with scores, by name."""
 
 import itertools
 from dataclasses import dataclass, replace

@@ -47,7 +47,7 @@ def mixed_precision_attention(
 ):
     """Decode attention: one query per sequence over pages of two or three precisions (DiffKV §6.2).
 
-    q:        [S, H, D] queries; head h reads with KV head h // G.
+    q:        [S, H, D] queries; head h reads KV head h // G.
     words:    [N, W] uint32, unified pages.
     tables:   [S, K, M] int32 page ids of each sequence's KV head. With two precisions, pages of
               the high precision fill the row from its left end, and pages of the low precision

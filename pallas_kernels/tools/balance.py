@@ -13,7 +13,7 @@ class Balance:
     blocks: the number of thread blocks.
     idle: the share of thread blocks without a tile.
     waves: thread blocks per place.
-    longest: `longest_tiles` as a multiple of the mean over all places.
+    longest: `longest_tiles` over the mean of the places that get a thread block.
     tiles: the number of tiles of all thread blocks.
     longest_tiles: the number of tiles of the place that ends last.
     partial_bytes: bytes of all partial results.
@@ -35,8 +35,8 @@ def balance(
 ) -> Balance:
     """The balance of a schedule of plain integer arrays.
 
-    tiles: [R] the number of tiles of each row. A row is a sequence's KV head in decode, and a tile
-        of queries of one KV head in prefill.
+    tiles: [R] the number of tiles of each row. A row is a sequence's KV head in decode, and a run
+        of one KV head's queries in prefill.
     items: [I, 4 or more] each item's row, first tile, tile after its last tile, and index of its
         partial result, or -1 without a partial result.
     block_items: [B + 1]; thread block b runs items block_items[b] to block_items[b + 1] - 1.
@@ -45,7 +45,7 @@ def balance(
     partial_bytes: bytes of one partial result.
     kv_bytes: bytes of all keys and values that are read.
 
-    Raises ValueError if the items of the thread blocks do not read each tile of each row once.
+    Raises ValueError unless each row's items read its number of tiles, without gap or overlap.
     """
     tiles, items, bounds = (np.asarray(x, np.int64) for x in (tiles_R, items, block_items))
     listed = items[bounds[0] : bounds[-1]]
@@ -77,7 +77,7 @@ def _check_cover(tiles_R, items) -> None:
     found = np.bincount(row, end - begin, minlength=len(tiles_R)).astype(np.int64)
     if wrong := np.flatnonzero(found != tiles_R).tolist():
         raise ValueError(
-            f"row {wrong[0]} has {tiles_R[wrong[0]]} tiles, but its items {found[wrong[0]]}"
+            f"row {wrong[0]} has {tiles_R[wrong[0]]} tiles, but its items read {found[wrong[0]]}"
         )
     same = row[1:] == row[:-1]
     if gaps := np.flatnonzero(same & (begin[1:] != end[:-1])).tolist():

@@ -58,8 +58,8 @@ ASSUMPTIONS = (
     f"each of {SCHEDULERS} schedulers issues an instruction a clock; a launch takes "
     f"{LAUNCH_S * 1e6:g} us; the clock follows from the data sheet's tensor rate; busy tensor "
     f"cores lower it to {CAUTIOUS.clock_share:.0%} to {HOPEFUL.clock_share:.0%}; in kernels that "
-    f"wait for memory, parts of a tile's work overlap as in norms of degree {CAUTIOUS.norm:g} to "
-    f"{HOPEFUL.norm:g}, in others perfectly; tiles that need masks are few, and no thread "
+    f"wait for memory a tile takes the {CAUTIOUS.norm:g}- to {HOPEFUL.norm:g}-norm of the times of "
+    f"its resources, in others the longest of them; tiles that need masks are few, and no thread "
     f"block waits for its first tile"
 )
 
@@ -81,8 +81,8 @@ class Prediction:
     in_flight: bytes that a multiprocessor's copies have in flight.
     needed_in_flight: the fewest bytes in flight that saturate memory, by Little's law.
     tile_s: seconds of one tile, (hopeful, cautious).
-    shares: the loop's rate as a share of the nominal rate `of`, (cautious, hopeful).
-    of: 'bandwidth' of memory; 'tensor' (cores) if copies come from the L2 cache.
+    shares: the loop's share of the nominal rate named by `of`, (cautious, hopeful).
+    of: 'bandwidth' (memory's); 'tensor' (cores') if copies come from the L2 cache.
     """
 
     clocks: dict[str, float]
@@ -177,10 +177,10 @@ def seconds(
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of a whole call, (hopeful, cautious).
 
-    The call ends with its last thread block, and takes at least the time to read all `bytes` from
-    memory once. The time to write and read partial results is added.
+    The call ends with its last thread block, and takes at least the time to move all `bytes`
+    once. The time to write and read partial results is added.
 
-    balance: the schedule's balance. If None, `bytes` are read at the rate of the loop over tiles.
+    balance: the schedule's balance. If None, `bytes` move at the rate of the loop over tiles.
     resident: thread blocks of the schedule that a multiprocessor runs at a time.
     launches: kernel launches of the call.
     bytes: bytes that the call reads and writes.

@@ -225,7 +225,7 @@ def test_the_program_writes_its_report(tiny_folder, tmp_path, capsys):
 
 def test_an_interrupted_program_writes_what_was_served(tiny_folder, tmp_path):
     out = tmp_path / "out"
-    # The first requests soon end, and the next ones arrive when no request waits.
+    # Requests end soon after they arrive, so the engine is idle most of the time.
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "Once upon", "max_tokens": 8}] * 1000
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))

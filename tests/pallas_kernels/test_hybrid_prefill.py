@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_the_plan_of_a_long_prompt_takes_little_memory():
-    """A plan over all pairs of items and rows would take 96 GB: 131,072 tokens, 64 query heads."""
+    """A plan over pairs of items and tiles would take some 90 GB: 131,072 tokens, 64 heads."""
     T, page = 131072, 64
 
     def plan(starts, lengths):

@@ -91,7 +91,7 @@ def test_thread_blocks_have_equal_parts(lengths, has_partials, blocks):
 )  # fmt: skip
 def test_prefill_items_cover_each_row_and_what_it_sees(chunks, program):
     (window, G, blocks, padding), K, tile = program, 2, prefill_sm90.KV_TILE
-    chunks += [(0, 0)] * (4 - len(chunks))  # Every example has four chunks, for few programs.
+    chunks += [(0, 0)] * (4 - len(chunks))  # Four chunks in all examples: few shapes compile.
     counts = [n for n, _ in chunks]
     starts = np.cumsum([0, *counts]).astype(np.int32)
     lengths = np.array([n + cached for n, cached in chunks], np.int32)
@@ -133,7 +133,7 @@ def test_a_short_chunk_over_a_long_history_is_spread_over_the_gpu():
 
 @pytest.mark.parametrize("blocks", [1, 3, 11])
 def test_an_odd_number_of_thread_blocks_has_places_for_all_partial_results(blocks):
-    """All thread blocks share one tile of rows, as with 12 query heads on 132 multiprocessors."""
+    """One tile of rows takes all thread blocks: 11 of 132 multiprocessors if G = 12."""
     work = jnp.array([schedule.MIN_TILES * blocks])
     zero = jnp.zeros(1, jnp.int32)
     fields = [zero, zero, zero, zero + 16, work * 128 - 16, work * 128]

@@ -1,4 +1,4 @@
-"""Named arguments: their lengths and plans, and every implementation on small ones."""
+"""Cases of ops: their lengths and plans, and every implementation on small ones."""
 
 from dataclasses import replace
 from functools import partial

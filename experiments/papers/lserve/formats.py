@@ -2,12 +2,12 @@
 
 python -m experiments.papers.lserve.formats
 
-The first systems read all pages: with keys and values of 16, 8 or 4 bits, or with products of 8-bit
-weights and activations (W8A8). Three more systems have
+The first systems read all pages: with KV elements of --dtype, 8 or 4 bits, or with products of
+8-bit weights and activations (W8A8). Three more systems are
 
-    sparsity      --share of the KV heads streaming, and a --budget of tokens
-    quantisation  W8A8, and keys and values of --with_bits
-    both          sparsity and quantisation
+    sparse                --share of the KV heads streaming, and a --budget of tokens
+    quantised             W8A8, and KV elements of --with_bits
+    sparse and quantised  both
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ class FormatFlags(AccuracyFlags):
     tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
     contexts: tuple[int, ...] = flag((1024, 2048), "prompt and answer, in tokens")
     gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
-    share: float = flag(0.25, "of the KV heads that stream, in the sparse systems", least=0, most=1)
+    share: float = flag(0.25, "share of KV heads that stream in sparse systems", least=0, most=1)
     budget: int = flag(1024, "tokens that a query reads in the sparse systems", least=1)
-    with_bits: int = flag(4, "of keys and values, beside W8A8", choices=(4, 8))
+    with_bits: int = flag(4, "bits of KV elements beside W8A8", choices=(4, 8))
 
 
 def systems(flags: FormatFlags) -> accuracy.Systems:
@@ -84,7 +84,7 @@ STUDY = accuracy.study(
     __file__,
     systems,
     title="Quantisation, alone and with sparsity (LServe §3.1, §4.2)",
-    claim="quantisation of keys and values is orthogonal to sparsity: losses add up",
+    claim="quantisation is orthogonal to sparsity: losses add up",
     rule="both at once lose at most 2 points more than the sum of both",
     holds=lambda v: v["difference_sparse_and_quantised"] >= v["difference_sum"] - 2,
     here="the bundled model, five tasks at 1,024 and 2,048 tokens",

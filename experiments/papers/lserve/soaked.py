@@ -21,7 +21,7 @@ def named(engine: Any) -> list[Mechanism]:
     if streams:
         flags = f"--lserve_sink and --lserve_local together below {longest} by two pages"
         moves = layout.streams and layout.sink + layout.local + 1 < layout.max_pages
-        found.append(Mechanism("streaming", "no window of a head that streams", flags, moves))
+        found.append(Mechanism("streaming", "no move of a streaming window", flags, moves))
     if options.minference_from:
         flags = f"--lserve_minference_from and --lserve_minference_budget far below {longest}"
         sparse = layout.minference > 0

@@ -2,8 +2,8 @@
 
     python -m experiments.papers.vllm.fig02_memory_waste
 
-OPT-13B serves ShareGPT's lengths at the rate of Fig. 13 (§6.2), under vLLM's policy and under each
-policy of paged/kv_cache/orca.py. Shares are means over the steps, weighted by step duration.
+OPT-13B serves ShareGPT's lengths at Fig. 13's rate (§6.2), under vLLM's policy and the three Orca
+policies of paged/kv_cache/orca.py. Shares are ratios of means over steps, by step duration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -104,12 +104,11 @@ STUDY = Study(
     kind="simulated",
     claim="20.4 to 38.2 % of the KV memory of existing systems hold token states, and 96.3 % of "
     "vLLM's",
-    rule="token states at least 0.96 of vLLM's memory, and less than half of that of each Orca",
+    rule="token states at least 0.96 of vLLM's memory, and less than 0.48 of each Orca's",
     holds=lambda v: v["token_states_vllm"] >= 0.96
     and all(v[f"token_states_{policy}"] < 0.48 for policy in PAPER if policy != "vllm"),
     setting=Setting(
-        f"{opt.setting('13b', 'vllm')}; ShareGPT's at {RATES['sharegpt']:g} requests/s, an hour of "
-        "arrivals",
+        f"{opt.setting('13b', 'vllm')}; ShareGPT at {RATES['sharegpt']:g} requests/s for an hour",
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); the paper's "
         "external fragmentation includes others",
         "paper",

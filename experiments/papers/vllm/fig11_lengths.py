@@ -2,8 +2,8 @@
 
     python -m experiments.papers.vllm.fig11_lengths
 
-The paper prints the means and plots the distributions. Lengths here are drawn from log-normals with
-these means, clipped to the model's context. fig13_batched_requests calibrates sigma, the one free
+The paper prints the means and plots the distributions. Lengths here are log-normal with these
+means; prompts are cut at half of the context. fig13_batched_requests calibrates sigma, the one free
 parameter of the log-normals.
 """
 
@@ -29,7 +29,7 @@ TOLERANCE = 0.05
 class LengthFlags(Flags):
     requests: int = flag(20_000, "of each dataset", least=2)
     sigma: float = flag(
-        0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
+        0.0, "of the lengths; 0: fig13_batched_requests' committed sigma", least=0, most=3
     )
     seed: int = flag(0, "of the lengths", least=0)
 
@@ -122,7 +122,7 @@ STUDY = Study(
     rule=f"each mean within {TOLERANCE:.0%}, and each median below its mean",
     holds=holds,
     setting=Setting(
-        "log-normals of the published means, clipped to 2,048 tokens, 20,000 requests each",
+        "log-normals of the published means, in a context of 2,048, 20,000 requests each",
         "the paper's are requests of ShareGPT and Alpaca; sigma is calibrated on Fig. 13's Orca "
         "(Oracle)",
         "paper",

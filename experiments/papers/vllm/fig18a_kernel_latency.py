@@ -139,7 +139,7 @@ STUDY = Study(
     setting=Setting(
         "OPT-13B's 40 heads of 128, 16 bits, blocks of 16; predicted for an A100 from the kernel "
         "compiled for it, and measured where there is a GPU",
-        "FasterTransformer's kernel is not here: cuDNN's attention would stand for it",
+        "FasterTransformer's kernel is not here: cuDNN's attention stands for it",
         "paper",
     ),
     flags=KernelFlags,

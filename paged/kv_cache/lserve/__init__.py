@@ -25,12 +25,12 @@ __all__ = ["LSERVE", "LServeDevice", "LServeHost", "Options", "device"]
 
 
 def capabilities(config: CacheConfig) -> Capabilities:
-    """`recompute_exact` is true only without page selection and without sparse prefill. A prefill
-    reads all pages, but a generated token reads selected pages. The tiles of a sparse prefill end
+    """`recompute_exact` is true only without page selection and without sparse prefill. A dense
+    prefill reads all pages, a generated token only selected ones. The tiles of a sparse prefill end
     elsewhere if generated tokens are prefilled with the prompt.
 
-    For the same reasons, no other sequence shares the tokens of sparsely prefilled prompts, or
-    tokens decoded after the first page selection."""
+    For the same reasons, the prefix cache keeps no tokens of sparsely prefilled prompts, and none
+    decoded after the first page selection."""
     options: Options = config.policy_options
     never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
     sparse = minference_pages(config) > 0
@@ -54,8 +54,9 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     dense, streaming = layout.num_blocks
     if dense < 2 or (layout.streams and streaming - 1 < layout.window + layout.chunks):
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence: streaming heads alone "
-            f"need a window of {layout.window} pages and {layout.chunks} for the chunks of a step"
+            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence: needed are a dense page "
+            f"and, for streaming heads, {layout.window} pages of a window and {layout.chunks} of a "
+            "step's chunks"
         )
     check_places(config, sharded.shard, layout.num_pages * layout.page_size)
 

@@ -108,6 +108,19 @@ def test_checks_in_processes_lose_no_result(tmp_path):
     assert late.left_out == ["check copy_pages none xla", "check copy_pages small xla"]
 
 
+def test_a_check_that_hangs_fails_and_one_that_begins_late_is_left_out(monkeypatch):
+    calls = [(True, "copy_pages", "small", "xla")]
+    monkeypatch.setattr(gpu_check, "CHECK_SECONDS", 0.01)
+    hangs = gpu_check.Results(None, minutes=60)
+    hangs.add_checks(calls, jobs=1)
+    assert hangs.failed == {"check copy_pages small xla": "TimeoutError: no result after 0 s"}
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_check, "LAST_SECONDS", 0)
+    late = gpu_check.Results(None, minutes=0.001)
+    late.add_checks(calls, jobs=1)
+    assert late.failed == {} and late.left_out == ["check copy_pages small xla"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -57,5 +57,5 @@ def test_a_call_apart_ends_with_its_result_whatever_its_process_does():
         call_apart(nothing, 60, __import__, "no_such_module")
     with pytest.raises(RuntimeError, match="the process ended with status -11"):
         call_apart(nothing, 60, die_by, signal.SIGSEGV)
-    with pytest.raises(RuntimeError, match="no result after 1 s"):
+    with pytest.raises(TimeoutError, match="no result after 1 s"):
         call_apart(nothing, 1, time.sleep, 600)

@@ -37,7 +37,7 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 # The device's hashing twin reports no log-probabilities of prompts.
 PARAMETERS = {name: values for name, values in SAMPLING.items() if name != "prompt_logprobs"}
-# With penalties, the twin's own assertion notices a page that differs from sampling's history.
+# With a repetition penalty, the twin itself asserts that pages equal sampling's history.
 WITHOUT_HISTORY = {name: values for name, values in PARAMETERS.items() if "penalty" not in name}
 
 GATES = ((0.0, 1.0), (1.0, 0.0))
@@ -366,7 +366,7 @@ def changed(config: EngineConfig, **options: Any) -> EngineConfig:
         ),
         (changed(LSERVE, sparse_from=96), "no selection of pages can happen"),
         (changed(LSERVE, dense_layers=2), "no selection of pages can happen"),
-        (changed(LSERVE, local=96), "no window of a head that streams can happen .*--lserve_sink"),
+        (changed(LSERVE, local=96), "no move of a streaming window can happen .*--lserve_sink"),
         (changed(LSERVE, minference_from=8, minference_budget=96), "no sparsely prefilled prompt"),
         (replace(CONFIG, adapter_slots=6), r"no eviction .*more --adapters than --adapter_slots"),
     ],

@@ -37,7 +37,7 @@ SELECTS = NEVER_SELECTS | {"budget": 12, "reuse": 2}
 BOTH_LAYERS = ((0.9, 0.2, 0.9, 0.9), (0.1, 0.3, 0.2, 0.9), (0.9, 0.9, 0.9, 0.9))
 ALL_STREAM = replace(CASE.config["policy_options"], streaming_share=1.0)
 WIDE = replace(TINY, num_layers=3, num_heads=8, num_kv_heads=4)
-# Both dense and streaming heads have the window, which ends within pages.
+# The sliding window masks heads of both kinds, and ends within pages.
 WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "attention_cap": 3.0}
 
 
@@ -56,7 +56,7 @@ WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "atte
         ),
         pytest.param(
             SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8}, {},
-            marks=pytest.mark.sweep,  # the suite of policies has a case with its oracle
+            marks=pytest.mark.sweep,  # case lserve_kv8 of policy_suite covers 8 bits
         ),
         pytest.param(NEVER_SELECTS | {"kv_bits": 4}, {}, marks=pytest.mark.slow),
         pytest.param(
@@ -67,8 +67,8 @@ WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "atte
     ids=["streaming", "both", "quest", "8_bits", "4_bits", "windows"],
 )  # fmt: skip
 def test_attention_is_that_of_masks_over_all_keys(options, model):
-    """Chunks of two prompts in shared steps, then decode steps. The second prompt's last token runs
-    like a generated token."""
+    """Chunks of two prompts in shared steps, then decode steps. The second prompt's last token is
+    computed in a decode row."""
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=16, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=options,
@@ -203,7 +203,7 @@ def test_what_leaves_the_window_is_given_back():
         engine.step()
         most = max(most, len(engine.host_policy.used_units()["streaming"]))
         engine.host_policy.check()
-    # One page of the sink, two of the window and the query's own, and a chunk of 16 tokens.
+    # One sink page, two local pages, the query's own page, and a chunk of 16 tokens.
     assert layout.window == 4 and most <= 4 + 16 // 4 < 63 // 4
     assert engine.metrics.steps[-2].kv_bytes > 0
 
@@ -220,7 +220,7 @@ def test_output_can_be_prefilled_where_no_query_selects_pages():
 
 
 def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
-    """Options beyond all sequences must not overflow the integers of the device either."""
+    """Options larger than any sequence must not overflow the device's integers either."""
     options = CASE.config["policy_options"]
     huge = CASE.engine_config(
         policy_options=replace(options, budget=2**40, sink=2**40, local=2**40)
@@ -232,8 +232,8 @@ def test_what_exceeds_all_sequences_costs_no_more_than_their_length():
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
 def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
-    """A head holds codes of a token's key and value. Below 16 bits, each of them also has a scale
-    and a zero point of 16 bits. 16 tokens share [max | min] in the dtype of the model."""
+    """A head holds codes of a token's key and value. Below 16 bits, key and value each add a
+    scale and a zero point of 16 bits. 16 tokens share [max | min] in the dtype of the model."""
     model, D = ShardedModel.split(WIDE, 2, "bfloat16"), WIDE.head_dim
     options = lserve.Options(
         budget=192, local=64, sink=64, gates=BOTH_LAYERS, streaming_share=1 / 3, kv_bits=kv_bits
@@ -309,7 +309,7 @@ def test_options_that_cannot_work_are_refused(changes, message):
         ),
         ({"num_layers": 3}, {}, "gates are of 2 layers of 2 KV heads, but the model has 3 of 2"),
         ({}, {"policy_options": ALL_STREAM}, "must leave at least one of the 4 heads dense"),
-        ({}, {"kv_cache_tokens": 20}, "hold no sequence: streaming heads alone need a window of 4"),
+        ({}, {"kv_cache_tokens": 20}, "a dense page and, for streaming heads, 4 pages of a window"),
     ],
 )
 def test_what_the_policy_cannot_serve_is_refused_at_the_start(model, changes, message):

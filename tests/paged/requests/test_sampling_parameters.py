@@ -132,7 +132,7 @@ def test_warming_up_beside_a_request_changes_none_of_its_tokens(tiny_params):
 
 @pytest.mark.parametrize("way", ["plain", "multi-step", "preempting"])
 def test_every_output_has_as_many_log_probabilities_as_tokens(tiny_params, way):
-    """Requests are aborted, end in error, are preempted and stream; all outputs are checked."""
+    """One request is aborted, some end in error, some stream; all outputs are checked."""
     poisoned = tiny_params | {"embed": tiny_params["embed"].at[60].set(np.nan)}
     engine = _engine(poisoned, **WAYS[way])
     how = SamplingParams(max_tokens=40, temperature=1.5, seed=1, logprobs=1, ignore_eos=True)
@@ -148,7 +148,7 @@ def test_every_output_has_as_many_log_probabilities_as_tokens(tiny_params, way):
             break
     ended = {o.request_id: o for o in outputs if o.finished}
     assert ended.keys() == set("012345")
-    # Token 60 is drawn sooner or later; its embedding is NaN, so the next step ends in error.
+    # Token 60 is drawn sooner or later; its embedding is NaN, so its request ends in error.
     assert {o.finish_reason for o in ended.values()} > {"abort", "error"}
     for output in outputs:
         assert output.logprobs is not None

@@ -35,7 +35,7 @@ def test_blocks_that_do_not_fit_follow_where_one_has_ended():
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        (ITEMS[1:], "row 0 has 5 tiles, but its items 2"),
+        (ITEMS[1:], "row 0 has 5 tiles, but its items read 2"),
         ([[0, 0, 3, 0], [0, 2, 4, 1], *ITEMS[2:]], "row 0: an item ends at tile 3, and the next"),
     ],
 )
