@@ -45,7 +45,7 @@ from experiments.lib.program import Program, Refused, refusals
 from experiments.lib.shipped import ROOT
 from experiments.lib.typed_flags import Flags, arguments, flag
 from experiments.papers.vllm import opt
-from experiments.study import KINDS, Study, shown
+from experiments.study import KINDS, SPEED, Study, shown
 from paged.checks import described
 
 FOLDERS = ("experiments/papers/*", "experiments/bench")
@@ -125,9 +125,17 @@ def state(study: Study, scale: Any, report: Mapping[str, Any] | None) -> str:
     if report.get("partial"):
         return PARTIAL
     now = run_record.plain({"flags": study.at(scale), "versions": _versions()})
-    if any(report[name] != value for name, value in now.items()) or not study.is_unchanged(report):
+    if _compared(report) != _compared(now) or not study.is_unchanged(report):
         return STALE
     return VERDICTS[report["holds"]]
+
+
+def _compared(report: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The flags, without those of speed, and the versions."""
+    flags = report["flags"]
+    if isinstance(flags, Mapping):
+        flags = {name: value for name, value in flags.items() if name not in SPEED}
+    return flags, report["versions"]
 
 
 def committed(study: Study) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ from experiments.lib.sources import inputs_hash, sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag
 
 KEPT = "kept"
-SPEED = ("jobs", "at_once", "pad_steps")  # flags that change the speed but not the setting
+SPEED = ("jobs", "pad_steps")  # flags that change the speed, and no result but by rounding
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")

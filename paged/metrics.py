@@ -131,7 +131,7 @@ class Metrics:
     """The records of an engine, which grow until `clear`.
 
     events: written by `EventLog`.
-    compilations_warmup: programs compiled, or loaded from JAX's cache, from the engine's
+    compilations_warmup: programs that this process compiled, or loaded from JAX's cache, from
         construction to the end of `warm_up`.
     compilations_after_warmup: programs compiled or loaded since then, or since the construction
         without `warm_up`.

@@ -1,4 +1,4 @@
-"""Check every kernel on this machine's GPU and time the most important ones, in some 8 minutes.
+"""Check every kernel on this machine's GPU and time the most important ones, in 8 to 10 minutes.
 
     python -m experiments.gpu.check --output_dir=experiments/results/h200
 
@@ -16,8 +16,9 @@ kernel libraries that can be imported are timed as peers. In order:
 6. XLA's implementations of the ops, checked, and timed but for slow specs.
 
 Checks mostly compile, so --jobs of them run at once, each in a process of its own: an error of a
-kernel breaks all later calls of its process. A kernel whose check fails is not timed. Times are
-measured alone. Parts for which --minutes leave no time are listed as left out.
+kernel breaks all later calls of its process. A kernel whose check fails is not timed. Checks and
+the engine's step have a time limit; other parts have none. Times are measured alone. Parts for
+which --minutes leave no time are listed as left out.
 
 Times are kernel times, without the gaps between kernels; those of the engine, torch and FlashInfer
 have gaps. Calls rotate through several sets of inputs, so that few inputs are in the L2 cache.
@@ -31,8 +32,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children
@@ -234,20 +235,6 @@ def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> f
     return difference / (len(sets) - half)
 
 
-def time_engine(small: bool, rates: Rates) -> Timing:
-    """Time the engine's decode step, with a GPU in a process of its own. Raises LeftOut if its
-    packages are not installed."""
-    try:
-        if backend.current_gpu() is None:
-            name, seconds, cost = _engine_step(small)
-        else:
-            name, seconds, cost = call_apart(_take_gpu, ENGINE_SECONDS, _engine_step, small)
-    except ImportError as error:
-        raise LeftOut(str(error)) from error
-    floor = rates.floor_s(cost)
-    return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
-
-
 def _engine_step(small: bool) -> tuple[str, float, Cost]:
     from experiments.gpu import engine
 
@@ -325,41 +312,74 @@ class Results:
 
     def add_checks(self, calls: list[tuple], jobs: int) -> None:
         """Add `check_named` of each of `calls`, `jobs` at a time in processes; with 0 jobs, in this
-        process. Checks that do not begin or end in time are left out; those that hang fail."""
+        process. Checks that do not begin or end in time are left out; those that hang fail,
+        unless --minutes end before CHECK_SECONDS."""
         labels = [check_label(*call[1:]) for call in calls]
         if not jobs:
             for label, call in zip(labels, calls):
                 self.add(self.checks, label, check_named, *call)
             return
         with ThreadPoolExecutor(jobs) as pool:
-            futures = {
-                pool.submit(self._check_apart, *call): label for label, call in zip(labels, calls)
-            }
+            futures: dict[Future, str] = {}
             try:
+                for label, call in zip(labels, calls):
+                    futures[pool.submit(self._check_apart, *call)] = label
                 for future in as_completed(futures):
                     self._add(self.checks, futures[future], future.result)
             finally:
-                if not all(future.done() for future in futures):
-                    self._end = time.monotonic()  # no thread begins another check
-                    pool.shutdown(wait=False, cancel_futures=True)
-                while not all(future.done() for future in futures):
-                    for child in active_children():
-                        child.kill()
-                    time.sleep(0.1)
+                self._end_checks(pool, futures)
         order = {label: i for i, label in enumerate(labels)}
         self.checks.sort(key=lambda c: order.get(check_label(c.op, c.spec, c.implementation), -1))
+        self.left_out.sort(key=lambda text: order.get(text.partition(" (")[0], -1))
 
     def _check_apart(self, *call: Any) -> Check:
         """`check_named` in a process of its own. Raises LeftOut if no time is left."""
         if self.late():
             raise LeftOut
-        left = self._end + LAST_SECONDS - time.monotonic()
+        return self._in_time(CHECK_SECONDS, _share_gpu, check_named, *call)
+
+    def _in_time(self, most: float, prepare: Callable, function: Callable, *arguments) -> Any:
+        """`call_apart` for at most `most` seconds. Raises LeftOut if less were left, and they did
+        not suffice."""
+        left = max(0.0, self._end + LAST_SECONDS - time.monotonic())
         try:
-            return call_apart(_share_gpu, min(CHECK_SECONDS, left), check_named, *call)
-        except TimeoutError:
-            if left < CHECK_SECONDS:
-                raise LeftOut from None
+            return call_apart(prepare, min(most, left), function, *arguments)
+        except TimeoutError as error:
+            if left < most:
+                raise LeftOut(str(error)) from None
             raise
+
+    def _end_checks(self, pool: ThreadPoolExecutor, futures: Collection[Future]) -> None:
+        """After an interrupt: begin no more checks, and kill the running ones."""
+        if all(future.done() for future in futures):
+            return
+        self._end = time.monotonic()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for _ in range(300):
+            if all(future.done() for future in futures):
+                return
+            for child in active_children():
+                child.kill()
+            time.sleep(0.1)
+
+    def time_engine(self, small: bool, rates: Rates) -> Timing:
+        """Time the engine's decode step, with a GPU in a process of its own. Raises LeftOut if its
+        packages are not installed."""
+        try:
+            if backend.current_gpu() is None:
+                name, seconds, cost = _engine_step(small)
+            else:
+                name, seconds, cost = self._in_time(ENGINE_SECONDS, _take_gpu, _engine_step, small)
+        except ImportError as error:
+            raise LeftOut(str(error)) from error
+        floor = rates.floor_s(cost)
+        return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
+
+    def is_wrong(self, op: str, spec: str, implementation: str) -> bool:
+        """Whether the check failed, or found a wrong result."""
+        label = check_label(op, spec, implementation)
+        found = (check_label(c.op, c.spec, c.implementation) for c in self.checks if not c.passes)
+        return label in self.failed or label in found
 
     def write(self) -> None:
         if self._output_dir:
@@ -394,7 +414,9 @@ def main(argv: list[str]) -> str | None:
     parser.add_argument("--spec", type=several, help="default: all")
     parser.add_argument("--minutes", type=float, default=7, help="after which nothing is begun")
     parser.add_argument(
-        "--jobs", type=int, help="checks at once; default: half of the cores to 8; no GPU: 1"
+        "--jobs",
+        type=int,
+        help="checks at once; default: half of the cores, at most 8, or without a GPU no processes",
     )
     parser.add_argument(
         "--small", action="store_true", help="tiny shapes: to try the program without a GPU"
@@ -431,31 +453,35 @@ def main(argv: list[str]) -> str | None:
         named = [(op, name, kernel_of(op) if kernels else "xla") for op, name, _ in to_check]
         results.add_checks([(small, *each) for each in named if each[-1]], jobs)
 
+    def timed(label: str, function: Callable, *call: Any) -> None:
+        if rates is None:
+            results.left_out.append(f"{label} (no rates)")
+        else:
+            results.add(results.timings, label, function, *call)
+
     def time_all(what: list, kernels: bool) -> None:
         for op, name, spec in what:
             if implementation := kernel_of(op) if kernels else "xla":
                 label, call = f"time {op} {name} {implementation}", (op, name, spec, implementation)
-                if check_label(op, name, implementation) in results.failed:
+                if results.is_wrong(op, name, implementation):
                     results.left_out.append(f"{label} (its check failed)")
                 else:
-                    results.add(results.timings, label, time_spec, *call, rates, most_sets)
+                    timed(label, time_spec, *call, rates, most_sets)
 
     check_all(kernels=True)
     measured: list[dict[str, float]] = []
     results.add(measured, "rates", measure_rates, small)
-    if measured:
-        results.rates = measured[0]
-        rates = Rates.best(results.rates)
-        results.add(results.timings, "engine step", time_engine, small, rates)
-        time_all([each for each in to_time if each[1] in FIRST], kernels=True)
-        for op in (op for op in OPS if op in arguments.op):
-            for (spec, peer), call in OPS[op].timed_peers(small).items():
-                results.add(results.peers, f"{op} {spec} {peer}", time_peer, op, spec, peer, call)
-        time_all([each for each in to_time if each[1] not in FIRST], kernels=True)
+    results.rates = measured[0] if measured else None
+    rates = Rates.best(measured[0]) if measured else None
+    timed("engine step", results.time_engine, small, rates)
+    time_all([each for each in to_time if each[1] in FIRST], kernels=True)
+    for op in (op for op in OPS if op in arguments.op):
+        for (spec, peer), call in OPS[op].timed_peers(small).items():
+            results.add(results.peers, f"{op} {spec} {peer}", time_peer, op, spec, peer, call)
+    time_all([each for each in to_time if each[1] not in FIRST], kernels=True)
     check_all(kernels=False)
-    if measured:
-        quick = [each for each in to_time if small or each[1] not in OPS[each[0]].slow_as_xla]
-        time_all(quick, kernels=False)
+    quick = [each for each in to_time if small or each[1] not in OPS[each[0]].slow_as_xla]
+    time_all(quick, kernels=False)
 
     print(results.table())
     if results.left_out:

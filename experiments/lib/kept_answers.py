@@ -26,8 +26,8 @@ from models.hub import TOKENIZER_FILES, find
 # The sources that make prompts, generate answers and score them.
 SOURCES = (
     "pallas_kernels", "models", "paged", "experiments/tasks", "experiments/evaluate.py",
-    "experiments/lib/engines.py", "experiments/lib/kv_held.py", "experiments/lib/reference.py",
-    "experiments/lib/report.py",
+    "experiments/lib/engines.py", "experiments/lib/kv_held.py", "experiments/lib/presets.py",
+    "experiments/lib/reference.py", "experiments/lib/report.py",
 )  # fmt: skip
 
 

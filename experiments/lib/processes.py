@@ -12,6 +12,8 @@ from typing import Any
 
 from experiments.lib.signals import interrupts
 
+END_SECONDS = 10  # for a killed process, which may wait for a device
+
 
 def run_apart(
     program: Callable[..., int], cases: Sequence[tuple[Any, ...]], jobs: int
@@ -21,9 +23,8 @@ def run_apart(
 
     program: a module-level function.
 
-    Ctrl-C in a terminal does not reach programs that have begun. This process then sends SIGINT to
-    the others and waits for them. Closing the iterator does the same. A second Ctrl-C kills the
-    others.
+    Ctrl-C in a terminal does not reach programs that have begun. On Ctrl-C this process sends them
+    SIGINT and waits for them. Closing the iterator does the same. A second Ctrl-C kills them.
     """
     context, waiting = get_context("spawn"), deque(enumerate(cases))
     running: dict[int, tuple[int, SpawnProcess]] = {}
@@ -75,13 +76,13 @@ def call_apart[T](
         if not receiving.poll(seconds):
             raise TimeoutError(f"no result after {seconds:.0f} s")
         result = receiving.recv()
-    except EOFError:
-        process.join()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        process.join(END_SECONDS)
         raise RuntimeError(f"the process ended with status {process.exitcode}") from None
     finally:
         if process.pid is not None:
             process.kill()
-            process.join()
+            process.join(END_SECONDS)
         receiving.close()
     if isinstance(result, Exception):
         raise result
@@ -90,8 +91,8 @@ def call_apart[T](
 
 def _answer(sending: connection.Connection, prepare: Callable, function: Callable, args: tuple):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prepare()
     try:
+        prepare()
         result = function(*args)
     except ImportError as error:
         result = ImportError(str(error))

@@ -1,4 +1,4 @@
-"""On-demand loading of adapters: residency and the next loads, integers only (Punica §5.2)."""
+"""On-demand loading of adapters: residency and the next loads, no tensors (Punica §5.2)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable

@@ -133,7 +133,7 @@ def test_a_short_chunk_over_a_long_history_is_spread_over_the_gpu():
 
 @pytest.mark.parametrize("blocks", [1, 3, 11])
 def test_an_odd_number_of_thread_blocks_has_places_for_all_partial_results(blocks):
-    """One tile of rows takes all thread blocks: 11 of 132 multiprocessors if G = 12."""
+    """One tile of rows has all thread blocks of its heads: 132 // 12 = 11 if G = 12."""
     work = jnp.array([schedule.MIN_TILES * blocks])
     zero = jnp.zeros(1, jnp.int32)
     fields = [zero, zero, zero, zero + 16, work * 128 - 16, work * 128]

@@ -2,9 +2,9 @@
 
     python -m experiments.papers.vllm.fig11_lengths
 
-The paper prints the means and plots the distributions. Lengths here are log-normal with these
-means; prompts are cut at half of the context. fig13_batched_requests calibrates sigma, the one free
-parameter of the log-normals.
+The paper prints the means and plots the distributions. Lengths here are log-normal, with these
+means after prompts are cut at half of the context and outputs at the rest. fig13_batched_requests
+calibrates sigma, the one free parameter of the log-normals.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -56,7 +56,7 @@ WINDOWED = {"sliding_window": 15, "full_layers": (0,), "query_scale": 0.4, "atte
         ),
         pytest.param(
             SELECTS | {"gates": BOTH_LAYERS, "streaming_share": 1 / 3, "kv_bits": 8}, {},
-            marks=pytest.mark.sweep,  # case lserve_kv8 of policy_suite covers 8 bits
+            marks=pytest.mark.slow,
         ),
         pytest.param(NEVER_SELECTS | {"kv_bits": 4}, {}, marks=pytest.mark.slow),
         pytest.param(
