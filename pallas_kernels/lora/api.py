@@ -89,6 +89,7 @@ def sgmv_shrink(
     num_rank_pages_A,
     *,
     v_dtype=None,
+    schedule: SgmvSchedule | None = None,
     implementation: str | None = None,
 ):
     """The first half of `sgmv`, v = x·A: [T, Q * 16] in `v_dtype`, by default x's dtype.
@@ -102,10 +103,12 @@ def sgmv_shrink(
     v_dtype = jnp.dtype(x_TxI.dtype if v_dtype is None else v_dtype)
     if not found["S"]:
         return jnp.zeros((found["T"], found["Q"] * PAGE_RANKS), v_dtype)
+    _check_schedule(schedule, segments, x_TxI.shape[0])
     refusal = sgmv_sm90.unsupported(rank_pages_AxQ, x_TxI.dtype, a=a_LxNx16xI)
     run = backend.choose("sgmv_shrink", SHRINK, implementation, refusal)
     return run(
-        x_TxI, a_LxNx16xI, layer, segments, rank_pages_AxQ, num_rank_pages_A, v_dtype=v_dtype
+        x_TxI, a_LxNx16xI, layer, segments, rank_pages_AxQ, num_rank_pages_A, v_dtype=v_dtype,
+        schedule=schedule,
     )  # fmt: skip
 
 
@@ -118,6 +121,7 @@ def sgmv_expand(
     num_rank_pages_A,
     *,
     dtype=None,
+    schedule: SgmvSchedule | None = None,
     implementation: str | None = None,
 ):
     """The second half of `sgmv`, v·B: [T, O] in `dtype`, by default v's dtype.
@@ -132,10 +136,12 @@ def sgmv_expand(
     dtype = jnp.dtype(v_TxR.dtype if dtype is None else dtype)
     if not found["S"]:
         return jnp.zeros((found["T"], found["O"]), dtype)
+    _check_schedule(schedule, segments, v_TxR.shape[0])
     refusal = sgmv_sm90.unsupported(rank_pages_AxQ, v_TxR.dtype, b=b_LxNx16xO)
     run = backend.choose("sgmv_expand", EXPAND, implementation, refusal)
     return run(
-        v_TxR, b_LxNx16xO, layer, segments, rank_pages_AxQ, num_rank_pages_A, dtype=dtype
+        v_TxR, b_LxNx16xO, layer, segments, rank_pages_AxQ, num_rank_pages_A, dtype=dtype,
+        schedule=schedule,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from pallas_kernels.lora.segments import PAGE_RANKS, pages_held, slot_of_tokens
 
 
-def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
+def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype, schedule=None):
     T, Q = x.shape[0], rank_pages.shape[1]
     pages, held = _pages_of_tokens(segments, T, rank_pages, num_rank_pages)
     a_TxQx16xI = a[layer][pages].astype(jnp.float32)
@@ -13,7 +13,7 @@ def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
     return jnp.where(held[..., None], v, 0).reshape(T, Q * PAGE_RANKS).astype(v_dtype)
 
 
-def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
+def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype, schedule=None):
     T, Q = v.shape[0], rank_pages.shape[1]
     pages, held = _pages_of_tokens(segments, T, rank_pages, num_rank_pages)
     # Entries beyond an adapter's own pages may be ids of pages with any content, even NaN.

@@ -86,13 +86,13 @@ def fused(x, a, b, layer, segments, rank_pages, num_rank_pages, *, v_dtype, sche
     return _expand(v, b, layer, schedule, rank_pages, num_rank_pages, x.dtype)
 
 
-def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
-    schedule = sgmv_schedule(segments, x.shape[0])
+def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype, schedule=None):
+    schedule = schedule or sgmv_schedule(segments, x.shape[0])
     return _shrink(x, a, layer, schedule, rank_pages, num_rank_pages, v_dtype)
 
 
-def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
-    schedule = sgmv_schedule(segments, v.shape[0])
+def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype, schedule=None):
+    schedule = schedule or sgmv_schedule(segments, v.shape[0])
     return _expand(v, b, layer, schedule, rank_pages, num_rank_pages, dtype)
 
 

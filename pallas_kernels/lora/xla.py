@@ -33,7 +33,7 @@ FEW_SHARE = 4  # One-token segments are few if they have at most 1 / FEW_SHARE o
 TERMS, COLUMNS = 16, 128  # The most terms of a sum in `_shrunk_each`, and a term's fewest columns.
 
 
-def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
+def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype, schedule=None):
     R = rank_pages.shape[1] * PAGE_RANKS
 
     def product(rows, page, q):
@@ -47,7 +47,7 @@ def shrink(x, a, layer, segments, rank_pages, num_rank_pages, *, v_dtype):
     return _over_segments(x, zero, product, place, segments, rank_pages, num_rank_pages)
 
 
-def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype):
+def expand(v, b, layer, segments, rank_pages, num_rank_pages, *, dtype, schedule=None):
     def product(rows, page, q):
         part = lax.dynamic_slice_in_dim(rows, q * PAGE_RANKS, PAGE_RANKS, 1)
         return _expanded(part, b, layer, page)

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import kernels
 from experiments.papers.kernels import Compiled
-from pallas_kernels.lora import PAGE_RANKS, Segments, sgmv, sgmv_expand
+from pallas_kernels.lora import PAGE_RANKS, Segments, plan_sgmv, sgmv, sgmv_expand
 from pallas_kernels.lora.specs import POPULARITIES, segment_lengths
 from pallas_kernels.specs import Cost
 
@@ -158,18 +158,19 @@ def segments_of(case: Case) -> Segments:
 
 
 @jax.jit
-def _sgmv(w: dict[str, Any], segments):
+def _sgmv(w: dict[str, Any], segments, schedule):
     return sgmv(
         w["x"], w["a_pages"], w["b_pages"], jnp.int32(0), segments, w["rank_pages"],
-        w["num_rank_pages"],
+        w["num_rank_pages"], schedule=schedule,
     )  # fmt: skip
 
 
 @jax.jit
-def _expand(v, w: dict[str, Any], segments):
+def _expand(v, w: dict[str, Any], segments, schedule):
     return sgmv_expand(
-        v, w["b_pages"], jnp.int32(0), segments, w["rank_pages"], w["num_rank_pages"]
-    )
+        v, w["b_pages"], jnp.int32(0), segments, w["rank_pages"], w["num_rank_pages"],
+        schedule=schedule,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames="length")
@@ -192,6 +193,7 @@ def programs(case: Case, weights: Weights) -> dict[str, tuple[Callable[..., jax.
     gather_bmm: a gather of each token's weights, and batched products.
     """
     w, segments = vars(weights), segments_of(case)
+    schedule = plan_sgmv(segments, case.batch)  # A step has one for all layers and projections.
     x, a, b = weights.x, weights.a, weights.b
     lengths = case.lengths
     adapter_of_token = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths), jnp.int32)
@@ -208,10 +210,10 @@ def programs(case: Case, weights: Weights) -> dict[str, tuple[Callable[..., jax.
         return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
     return {
-        SGMV: (_sgmv, (w, segments)),
+        SGMV: (_sgmv, (w, segments, schedule)),
         LOOP: (loop, (x, parts)),
         GATHER_BMM: (_gather_bmm, (x, a, b, adapter_of_token)),
-        EXPAND: (_expand, (v, w, segments)),
+        EXPAND: (_expand, (v, w, segments, schedule)),
     }
 
 
