@@ -2,7 +2,7 @@
 
 python -m experiments.papers.lserve.fig06_page_size
 
-All heads are dense, and read a budget of whole pages. Flat selection (Quest) scores a page by the
+All heads are dense, and read a budget of whole pages, selected for each token. Flat selection (Quest) scores a page by the
 extremes of all its keys, which carry little information in a large page. Hierarchical selection
 scores a page by the extremes of each of its logical pages of 16 tokens.
 """
@@ -40,7 +40,7 @@ def systems(flags: Any) -> accuracy.Systems:
         for name, (page, logical) in PAGES.items():
             found[label(name, budget)] = accuracy.config_of(
                 flags, policy="lserve", page_size=page,
-                policy_options={"budget": budget, "logical_page": logical},
+                policy_options={"budget": budget, "logical_page": logical, "reuse": 1},
             )  # fmt: skip
     return found
 
