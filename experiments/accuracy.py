@@ -46,8 +46,8 @@ Systems = Mapping[str, EngineConfig]
 # Compilation dominates small runs. With these flags a system compiles two programs: one for
 # prefills of 512 to 1,024 tokens, and one for decode steps.
 QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
-# Flags of the full scale on the judge model, 500 prompts a system: nearly all heads of the bundled
-# model need all tokens.
+# Flags of the full scale with 500 prompts a system. The judge model is asked because nearly all
+# heads of the bundled model need all tokens.
 JUDGE = {
     "model": "judge", "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,),
     "num_prompts": 125,

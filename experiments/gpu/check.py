@@ -15,10 +15,10 @@ kernel libraries that can be imported are timed as peers. In order:
 5. the median times of all other kernels and specs;
 6. XLA's implementations of the ops, checked, and timed but for slow specs.
 
-Checks mostly compile, so --jobs of them run at once, each in a process of its own: an error of a
-kernel breaks all later calls of its process. A kernel whose check fails is not timed. Checks and
-the engine's step have a time limit; other parts have none. Times are measured alone. Parts for
-which --minutes leave no time are listed as left out.
+Checks mostly compile, so --jobs of them run at once. On a GPU each check, and the engine's step, is
+a process of its own with a time limit: an error of a kernel breaks all later calls of its process.
+Other parts have no limit. A kernel whose check fails is not timed. Times are measured alone. Parts
+for which --minutes leave no time are listed as left out.
 
 Times are kernel times, without the gaps between kernels; those of the engine, torch and FlashInfer
 have gaps. Calls rotate through several sets of inputs, so that few inputs are in the L2 cache.
@@ -53,7 +53,7 @@ from pallas_kernels.specs import Cost, Rates, Spec
 REPEATS = 10
 L2_BYTES = 64 * 2**20  # at least the L2 size of every supported GPU
 MAX_SETS = 32
-LAST_SECONDS = 30  # for checks that are running when --minutes have passed
+LAST_SECONDS = 30  # for processes that are running when --minutes have passed
 CHECK_SECONDS = 120  # after which a check hangs
 ENGINE_SECONDS = 150  # for the engine's step, most of it compilation
 # The specs whose times matter most are timed first.
@@ -294,10 +294,13 @@ class Results:
     def add(self, to: list, name: str, function: Callable, *arguments) -> None:
         """Append `function(*arguments)` to `to`, unless it fails or no time is left."""
         if self.late():
-            self.left_out.append(name)
-            self.write()
+            self.leave_out(name)
         else:
             self._add(to, name, function, *arguments)
+
+    def leave_out(self, name: str, why: str = "") -> None:
+        self.left_out.append(f"{name} ({why})" if why else name)
+        self.write()
 
     def _add(self, to: list, name: str, function: Callable, *arguments) -> None:
         try:
@@ -312,8 +315,8 @@ class Results:
 
     def add_checks(self, calls: list[tuple], jobs: int) -> None:
         """Add `check_named` of each of `calls`, `jobs` at a time in processes; with 0 jobs, in this
-        process. Checks that do not begin or end in time are left out; those that hang fail,
-        unless --minutes end before CHECK_SECONDS."""
+        process. Checks that do not begin in time are left out. Those that hang fail, or if they had
+        less than CHECK_SECONDS are left out."""
         labels = [check_label(*call[1:]) for call in calls]
         if not jobs:
             for label, call in zip(labels, calls):
@@ -416,7 +419,7 @@ def main(argv: list[str]) -> str | None:
     parser.add_argument(
         "--jobs",
         type=int,
-        help="checks at once; default: half of the cores, at most 8, or without a GPU no processes",
+        help="checks at once; default: half of the cores, at most 8; without a GPU, 1",
     )
     parser.add_argument(
         "--small", action="store_true", help="tiny shapes: to try the program without a GPU"
@@ -454,8 +457,8 @@ def main(argv: list[str]) -> str | None:
         results.add_checks([(small, *each) for each in named if each[-1]], jobs)
 
     def timed(label: str, function: Callable, *call: Any) -> None:
-        if rates is None:
-            results.left_out.append(f"{label} (no rates)")
+        if rates is None and not results.late():
+            results.leave_out(label, "no rates")
         else:
             results.add(results.timings, label, function, *call)
 
@@ -464,7 +467,7 @@ def main(argv: list[str]) -> str | None:
             if implementation := kernel_of(op) if kernels else "xla":
                 label, call = f"time {op} {name} {implementation}", (op, name, spec, implementation)
                 if results.is_wrong(op, name, implementation):
-                    results.left_out.append(f"{label} (its check failed)")
+                    results.leave_out(label, "its check failed")
                 else:
                     timed(label, time_spec, *call, rates, most_sets)
 

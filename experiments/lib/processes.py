@@ -72,17 +72,18 @@ def call_apart[T](
     )
     try:
         process.start()
-        sending.close()
+        sending.close()  # so that the end of the process ends the pipe
         if not receiving.poll(seconds):
             raise TimeoutError(f"no result after {seconds:.0f} s")
         result = receiving.recv()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except EOFError:
         process.join(END_SECONDS)
         raise RuntimeError(f"the process ended with status {process.exitcode}") from None
     finally:
         if process.pid is not None:
             process.kill()
             process.join(END_SECONDS)
+        sending.close()
         receiving.close()
     if isinstance(result, Exception):
         raise result

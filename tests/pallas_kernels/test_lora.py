@@ -126,11 +126,11 @@ def test_each_token_gets_the_product_with_its_own_adapter(implementation, dtype)
         v, y = _expected(x, a, b, tables, v_dtype)
         layer, how = jnp.int32(LAYER), {"implementation": implementation}
         atol = max(ATOL[dtype], ATOL[v_dtype])
+        how["schedule"] = sgmv_schedule(tables[0], len(x)) if kernel else None
 
         found_v = run(sgmv_shrink, x, a, layer, *tables, v_dtype=v_dtype, **how)
         assert found_v.dtype == v_dtype
         _assert_near(found_v, v, atol)
-        how["schedule"] = sgmv_schedule(tables[0], len(x)) if kernel else None
         found_y = run(sgmv_expand, _cast(v, v_dtype), b, layer, *tables, dtype=dtype, **how)
         assert found_y.dtype == dtype
         _assert_near(found_y, y, atol)

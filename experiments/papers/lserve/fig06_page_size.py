@@ -2,9 +2,10 @@
 
 python -m experiments.papers.lserve.fig06_page_size
 
-All heads are dense, and read a budget of whole pages, selected for each token. Flat selection (Quest) scores a page by the
-extremes of all its keys, which carry little information in a large page. Hierarchical selection
-scores a page by the extremes of each of its logical pages of 16 tokens.
+All heads are dense, and read a budget of whole pages, selected for each token. Flat selection
+(Quest) scores a page by the extremes of all its keys, which carry little information in a large
+page. Hierarchical selection scores a page by the extremes of each of its logical pages of 16
+tokens.
 """
 
 from collections.abc import Sequence
