@@ -315,8 +315,8 @@ class Results:
 
     def add_checks(self, calls: list[tuple], jobs: int) -> None:
         """Add `check_named` of each of `calls`, `jobs` at a time in processes; with 0 jobs, in this
-        process. Checks that do not begin in time are left out. Those that hang fail, or if they had
-        less than CHECK_SECONDS are left out."""
+        process. A check that hangs fails. One that does not begin in time, or that --minutes stop
+        before CHECK_SECONDS, is left out."""
         labels = [check_label(*call[1:]) for call in calls]
         if not jobs:
             for label, call in zip(labels, calls):

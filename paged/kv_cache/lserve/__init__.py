@@ -54,7 +54,7 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     dense, streaming = layout.num_blocks
     if dense < 2 or (layout.streams and streaming - 1 < layout.window + layout.chunks):
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence: needed are a dense page "
+            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence: it needs a dense page "
             f"and, for streaming heads, {layout.window} pages of a window and {layout.chunks} of a "
             "step's chunks"
         )

@@ -116,10 +116,10 @@ def test_a_check_that_hangs_fails_and_one_that_begins_late_is_left_out(monkeypat
     assert hangs.failed == {"check copy_pages small xla": "TimeoutError: no result after 0 s"}
     monkeypatch.undo()
     monkeypatch.setattr(gpu_check, "LAST_SECONDS", 0)
-    late = gpu_check.Results(None, minutes=0.001)
+    late = gpu_check.Results(None, minutes=0.01)
     late.add_checks(calls, jobs=1)
     assert late.failed == {}
-    assert late.left_out == ["check copy_pages small xla (no result after 0 s)"]
+    assert late.left_out == ["check copy_pages small xla (no result after 1 s)"]
 
 
 @pytest.mark.parametrize(
