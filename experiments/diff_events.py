@@ -3,9 +3,9 @@
     python -m experiments.diff_events results/a/events.jsonl results/b/events.jsonl
 
 Prints the event that differs, its step or request, the field and both values. For a difference in
-an array of a step, also prints the slot and request of the row. Fields that end in _s are times.
-Log-probabilities are ignored too. Exit status: 0 if schedule, page operations and tokens are equal,
-1 for a difference, 2 for any error, such as an invalid or truncated log.
+the slots, starts, counts or tokens of a step, also prints the slot and request of the row. Fields
+that end in _s are times. Log-probabilities are ignored too. Exit status: 0 if all other fields are
+equal, 1 for a difference, 2 for any error, such as an invalid or truncated log.
 """
 
 import json
@@ -19,7 +19,7 @@ from experiments.lib.run_record import plain
 from experiments.lib.typed_flags import Flags, arguments, flag
 
 ABSENT = "nothing"  # shown as the value of a field that an event lacks
-# Array of a step -> axis whose indices are the step's rows.
+# Array of a step -> its axis of rows.
 ROW_INDEX = {"slots": 0, "starts": 0, "counts": 0, "tokens": 1}
 
 
@@ -69,8 +69,8 @@ class Difference:
 
 
 def untimed(event: Event) -> dict[str, Any]:
-    """An event of an engine or a file as JSON values, without times, and without log-probabilities,
-    whose rounding depends on the machine."""
+    """The event as JSON values, without times and log-probabilities. The rounding of these depends
+    on the machine."""
     return {
         name: plain(value)
         for name, value in event.items()
@@ -154,7 +154,7 @@ def report(
 
 def incomplete(log: EventLog) -> str:
     """A note on a log whose run was interrupted; empty for a complete one."""
-    return "" if log.complete else f" ({log.path} is of a run that was interrupted there)"
+    return "" if log.complete else f" ({log.path} ends early: its run was interrupted)"
 
 
 def main(flags: DiffFlags, _: None) -> int:

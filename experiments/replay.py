@@ -9,8 +9,8 @@ before the same round as in the log, independent of the clock. Pass the run's --
 
 The replay ends after the first round whose events differ from the log's, or before the round in
 which the run failed. Writes to --output_dir: events.jsonl, report.json, summary.json. Exit status:
-0 if schedule, page operations and tokens are equal, 1 for a difference, 2 for any error, such as a
-log that cannot be replayed.
+0 if all events are equal but for times and log-probabilities, 1 for a difference, 2 for any error,
+such as a log that cannot be replayed.
 """
 
 import sys
@@ -49,7 +49,7 @@ INPUTS = ("adapter", "arrival", "abort", "pin")  # events of an engine's externa
 @dataclass(frozen=True)
 class ReplayFlags(ExecutorFlags):
     log: str = flag("", "the events.jsonl to replay")
-    policy: str = flag("", "the log's policy, where it is a MODULE:ATTRIBUTE")
+    policy: str = flag("", "the log's policy, if it is MODULE:ATTRIBUTE")
 
 
 def logged_config(log: EventLog) -> EngineConfig:
@@ -60,7 +60,7 @@ def logged_config(log: EventLog) -> EngineConfig:
         module = str(values.get("policy", "")).partition(":")[0]
         if values.get("policy") not in POLICIES and module not in sys.modules:
             raise ValueError(
-                f"a log imports no module by itself: --policy={shown(values.get('policy'))} does"
+                f"the log's policy is not imported: set --policy={shown(values.get('policy'))}"
             )
         _check_fields(values, {field.name for field in fields(EngineConfig)}, "configuration")
         try:
@@ -84,7 +84,7 @@ def check_model(log: EventLog, model: ModelConfig) -> None:
 def _check_fields(logged: Mapping[str, Any], ours: set[str], owner: str) -> None:
     for name in sorted(logged.keys() ^ ours):
         fault = "lacks" if name in ours else "has an unknown field"
-        raise ValueError(f"the engine's {owner} {fault} {name!r}: it is another version's")
+        raise ValueError(f"the log's {owner} {fault} {name!r}: another version wrote it")
 
 
 def simulated_engine(log: EventLog, model: ModelConfig, tokenizer=None) -> Engine:
@@ -134,7 +134,7 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
             return same == len(engine.events)
 
         def run_round() -> bool:
-            """Run a round; returns whether all rounds from this one to the next input are idle."""
+            """Run a round; returns whether it is idle, and all rounds up to the next input."""
             nonlocal rounds
             # The first idle round must run, because it may still log the pages freed last.
             idle = not engine.has_unfinished()
@@ -171,8 +171,8 @@ def replay(engine: Engine, log: EventLog, progress: bool = False) -> list[dict]:
 def _inputs(log: EventLog) -> list[tuple[int, int, dict]]:
     """(index of the event, rounds run before it, event) of all inputs before the first failure.
 
-    A 'pin' replaces the 'arrival' right before it, because the pin's request ran alone. Only the
-    first 'loaded' of a round is included, because `RecordedLoads` adds all loads of the round.
+    A 'pin' replaces the 'arrival' of its request, at that event's index and rounds. Only the first
+    'loaded' of a round is included, because `RecordedLoads` adds all loads of the round.
     """
     loaded: set[int] = set()  # rounds with a 'loaded'
     inputs: list[tuple[int, int, dict]] = []
@@ -285,7 +285,7 @@ def main(flags: ReplayFlags, output: Output) -> int:
         print(report(log, difference, "the log", "the replay"))
         return 1
     same = f"{len(events):,} events, {numbers['tokens']:,} tokens"
-    print(f"same schedule and tokens: {same}{incomplete(log)}")
+    print(f"same schedule, page operations and tokens: {same}{incomplete(log)}")
     return 0
 
 

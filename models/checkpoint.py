@@ -60,9 +60,9 @@ def load(
     place: a function that moves a tensor to its device. It is called as soon as the tensor is read,
         so that the host holds only one tensor.
 
-    Every tensor's name, shape and dtype is checked before parameters are read. Raises ValueError,
-    naming file and field or tensor, for content that is missing, misshapen, truncated, not finite,
-    or not part of the model.
+    Every tensor's name, shape and dtype is checked before parameters are placed. Raises ValueError,
+    naming file or folder and field or tensor, for content that is missing, misshapen, truncated,
+    not finite, or not part of the model.
     """
     dtype = checked_dtype(dtype)
     folder = find(model)
@@ -77,7 +77,7 @@ def load(
         _check(tensors, declaration, folder)
         paths = {name: path for name, (path, _) in tensors.items()}
     declared, structure = jax.tree.flatten(declaration, is_leaf=is_param)
-    # The largest tensor is read first: while it is read, memory holds more than one copy of it.
+    # The largest tensor is read first, with memory still empty: a read holds several copies.
     order = sorted(range(len(declared)), key=lambda i: -math.prod(declared[i].shape))
     values: list[jax.Array | None] = [None] * len(declared)
     for i in tqdm(order, "loading weights", unit=" tensors", disable=len(files) == 1):
@@ -93,7 +93,7 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
     dtype: the file's dtype, one of `DTYPES`; by default the parameters' dtype.
 
     Raises ValueError if no Hugging Face architecture computes this model, if a parameter's shape
-    differs from the declaration, or if `dtype` cannot hold a value.
+    differs from the declaration, or if a value is not finite, or not in `dtype`.
     """
     hf = to_hf(config)
     dtype = checked_dtype(params["embed"].dtype if dtype is None else dtype)

@@ -14,7 +14,7 @@ class InFlight:
 
     number: int
     step: ScheduledStep
-    rows: np.ndarray  # row of the step's inputs for each scheduled row
+    rows: np.ndarray  # index in the step's inputs of each scheduled row
     outputs: PendingOutputs
     dispatched_s: float
     facts: dict  # fields of its StepRecord

@@ -20,7 +20,6 @@ from paged.step_inputs import FROM_DEVICE, StepInputs
 PICTURE = Path(__file__).parents[1] / "step.png"
 P = 4  # tokens of a page
 NOWHERE = -2  # slot of a padding token, whose key and value are not written
-SHOWN = ("tokens", "positions", "token_rows", "query_starts", "lengths", "last_tokens", "tables")
 
 
 class Recorder(SimulatedExecutor):

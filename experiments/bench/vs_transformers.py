@@ -2,8 +2,8 @@
 
 python -m experiments.bench.vs_transformers
 
-Three systems, in one process and in float32, generate equally many greedy tokens from the same
-prompts of ragged lengths. The end-of-sequence token is ignored:
+Three systems, in one process and in float32, extend the same prompts of ragged lengths by equally
+many greedy tokens. They ignore the end-of-sequence token:
 
     ours        this engine, `Engine.generate`
     static      transformers' `generate` on one left-padded batch
@@ -11,8 +11,8 @@ prompts of ragged lengths. The end-of-sequence token is ignored:
 
 Each system is warmed up on the same batch. Then systems take turns; reported times are medians.
 Models: 'bundled', and '100m', a random Llama of 110 million parameters. The engine's decode steps
-are also compared with their floor (paged/simulator/roofline.py). Without torch (the extra `parity`)
-`ours` runs alone, and the claim is not tested.
+are compared with their floor, their least time (paged/simulator/roofline.py). Without torch (the
+extra `parity`) `ours` runs alone, and the claim is not tested.
 """
 
 import importlib.util
@@ -141,7 +141,7 @@ STUDY = Study(
     kind="measured",
     claim="at the largest batch the engine generates more tokens a second than transformers' "
     "static batch and its continuous batching",
-    rule="at the largest batch of each model faster than both of transformers' ways",
+    rule="more tokens a second than both systems of transformers at each model's largest batch",
     holds=holds,
     setting=Setting(
         "the bundled model (1.5M) and a random Llama of 110M, float32, batches of 1 to 32", "",

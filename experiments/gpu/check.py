@@ -5,25 +5,25 @@
 The program needs the repository and JAX with CUDA, but not absl: argparse parses the flags. Other
 kernel libraries that can be imported are timed as peers. In order:
 
-1. every op and named argument spec: errors against `reference` in float32, and bit equality of
-   two runs; also long contexts, large logits, and chunks after long histories;
-2. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
-3. the engine's decode step at Llama-3-8B's shapes, beside the floor of its weights and KV cache, if
-   the engine's packages are installed;
+1. every op with each named spec of arguments: errors against `reference` in float32, and equality
+   of two runs; also long contexts, large logits, and chunks after long histories;
+2. the engine's decode step at Llama-3-8B's shapes, beside its floor, the least time to read weights
+   and KV cache, if the engine's packages are installed;
+3. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
 4. the median times of the most important specs' kernels, beside their floors at these rates; peers'
    times for the same shapes;
 5. the median times of all other kernels and specs;
-6. XLA's implementations of the ops, checked, and timed but for slow specs.
+6. XLA's implementations of the ops: all are checked, and all but slow specs are timed.
 
 Checks mostly compile, so --jobs of them run at once. On a GPU each check, and the engine's step, is
 a process of its own with a time limit: an error of a kernel breaks all later calls of its process.
-Other parts have no limit. A kernel whose check fails is not timed. Times are measured alone. Parts
-for which --minutes leave no time are listed as left out.
+Other parts have no limit. A kernel whose check fails is not timed. Each time is measured
+with nothing else running. Parts for which --minutes leave no time are listed as left out.
 
-Times are kernel times, without the gaps between kernels; those of the engine, torch and FlashInfer
-have gaps. Calls rotate through several sets of inputs, so that few inputs are in the L2 cache.
+Times are kernel times, without the gaps between kernels; the engine's, torch's and FlashInfer's
+include them. Calls rotate through several sets of inputs, so that few inputs are in the L2 cache.
 gpu_check.json holds all results with flags, hardware, versions and commit; it is rewritten after
-each result. Exits with an error if a result is wrong.
+each result. Exits with an error if a result is wrong or a part fails.
 """
 
 import argparse
@@ -51,10 +51,10 @@ from pallas_kernels.ops import OPS
 from pallas_kernels.specs import Cost, Rates, Spec
 
 REPEATS = 10
-L2_BYTES = 64 * 2**20  # at least the L2 size of every supported GPU
+L2_BYTES = 64 * 2**20  # at least the L2 size of an A100, H100 or H200
 MAX_SETS = 32
 LAST_SECONDS = 30  # for processes that are running when --minutes have passed
-CHECK_SECONDS = 120  # after which a check hangs
+CHECK_SECONDS = 120  # a longer check counts as hanging
 ENGINE_SECONDS = 150  # for the engine's step, most of it compilation
 # The specs whose times matter most are timed first.
 FIRST = (
@@ -74,8 +74,8 @@ class Check:
     """The errors of one op, spec and implementation.
 
     largest_error: largest absolute error over all results.
-    of_bound: largest error as a fraction of the error bound; at most 1 passes.
-    repeats_to_the_bit: whether two calls give bit-identical results.
+    of_bound: largest error as a fraction of the error bound; above 1 the check fails.
+    repeats_to_the_bit: whether two calls give equal results.
     """
 
     op: str
@@ -223,7 +223,7 @@ def _seconds_in_place(names, call: Callable, pools: list, sets: list[dict]) -> f
     """Seconds of one call that writes its pools in place. A timed program makes several calls, one
     after the other, on the same pools; another makes half as many calls. Pools are not donated, so
     both programs copy the pools, and the difference of the times excludes the copy."""
-    assert len(sets) > 1, "a call in place is timed as the difference of several"
+    assert len(sets) > 1, "a call in place needs at least two sets of inputs"
 
     def run_all(pools, sets):
         for arguments in sets:
@@ -239,6 +239,11 @@ def _engine_step(small: bool) -> tuple[str, float, Cost]:
     from experiments.gpu import engine
 
     return engine.time_decode_step(small)
+
+
+def engine_timing(name: str, seconds: float, cost: Cost, rates: Rates) -> Timing:
+    floor = rates.floor_s(cost)
+    return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
 
 def time_peer(op: str, spec: str, peer: str, call: Callable[[Callable], float]) -> PeerTiming:
@@ -269,7 +274,7 @@ def check_label(op: str, spec: str, implementation: str) -> str:
 
 
 class LeftOut(Exception):
-    """A part without a result that is no failure."""
+    """A part has no result, but did not fail."""
 
 
 class Results:
@@ -315,8 +320,8 @@ class Results:
 
     def add_checks(self, calls: list[tuple], jobs: int) -> None:
         """Add `check_named` of each of `calls`, `jobs` at a time in processes; with 0 jobs, in this
-        process. A check that hangs fails. One that does not begin in time, or that --minutes stop
-        before CHECK_SECONDS, is left out."""
+        process. A check that hangs fails. A check that --minutes keep from beginning, or end before
+        CHECK_SECONDS, is left out."""
         labels = [check_label(*call[1:]) for call in calls]
         if not jobs:
             for label, call in zip(labels, calls):
@@ -342,8 +347,8 @@ class Results:
         return self._in_time(CHECK_SECONDS, _share_gpu, check_named, *call)
 
     def _in_time(self, most: float, prepare: Callable, function: Callable, *arguments) -> Any:
-        """`call_apart` for at most `most` seconds. Raises LeftOut if less were left, and they did
-        not suffice."""
+        """`call_apart` for at most `most` seconds. Raises LeftOut if --minutes left less time,
+        and the call needed more."""
         left = max(0.0, self._end + LAST_SECONDS - time.monotonic())
         try:
             return call_apart(prepare, min(most, left), function, *arguments)
@@ -365,18 +370,15 @@ class Results:
                 child.kill()
             time.sleep(0.1)
 
-    def time_engine(self, small: bool, rates: Rates) -> Timing:
-        """Time the engine's decode step, with a GPU in a process of its own. Raises LeftOut if its
+    def run_engine(self, small: bool) -> tuple[str, float, Cost]:
+        """`engine.time_decode_step`; on a GPU, in a process of its own. Raises LeftOut if its
         packages are not installed."""
         try:
             if backend.current_gpu() is None:
-                name, seconds, cost = _engine_step(small)
-            else:
-                name, seconds, cost = self._in_time(ENGINE_SECONDS, _take_gpu, _engine_step, small)
+                return _engine_step(small)
+            return self._in_time(ENGINE_SECONDS, _take_gpu, _engine_step, small)
         except ImportError as error:
             raise LeftOut(str(error)) from error
-        floor = rates.floor_s(cost)
-        return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
     def is_wrong(self, op: str, spec: str, implementation: str) -> bool:
         """Whether the check failed, or found a wrong result."""
@@ -437,7 +439,7 @@ def main(argv: list[str]) -> str | None:
         for specs in (specs_to_check(small), specs_to_time(small))
     )
     if unknown := set(arguments.spec or ()) - {name for _, name, _ in to_check + to_time}:
-        parser.error(f"no op has a spec {', '.join(sorted(unknown))}")
+        parser.error(f"no chosen op has a spec {', '.join(sorted(unknown))}")
     if arguments.jobs is not None and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {arguments.jobs}")
     gpu = backend.current_gpu()
@@ -472,11 +474,18 @@ def main(argv: list[str]) -> str | None:
                     timed(label, time_spec, *call, rates, most_sets)
 
     check_all(kernels=True)
+    # The engine needs most of the GPU's memory, so its step runs before arrays of this process.
+    steps: list[tuple[str, float, Cost]] = []
+    results.add(steps, "engine step", results.run_engine, small)
     measured: list[dict[str, float]] = []
     results.add(measured, "rates", measure_rates, small)
     results.rates = measured[0] if measured else None
     rates = Rates.best(measured[0]) if measured else None
-    timed("engine step", results.time_engine, small, rates)
+    for step in steps:
+        if rates is None:
+            results.leave_out("engine step", "no rates")
+        else:
+            results.timings.append(engine_timing(*step, rates))
     time_all([each for each in to_time if each[1] in FIRST], kernels=True)
     for op in (op for op in OPS if op in arguments.op):
         for (spec, peer), call in OPS[op].timed_peers(small).items():

@@ -22,11 +22,11 @@ class Held:
     """Means over the steps of a sequence. Baseline: the vllm policy in 16 bits at the same page
     size.
 
-    fraction: bytes of the sequence's pages, empty slots included, over the baseline's.
+    fraction: bytes of the sequence's pages, free places included, over the baseline's.
     high, low: shares of the sequence's tokens kept in high and in low precision, over all heads.
         Under a policy of one precision, low is 0.
     top: share of the sequence's tokens kept in a third precision above `high`.
-    read: bytes that attention and page selection read in steps that compute one token of the
+    read: bytes that attention and page selection move in steps that compute one token of the
         sequence, over the baseline's; None without such a step. Decode steps of several tokens
         (`multi_step`) are left out.
     """
@@ -51,7 +51,7 @@ def of_sequences(engine: Engine) -> list[Held]:
     dense = VLLMLayout(Heads.of(sharded.shard, sharded.dtype), DENSE_ITEMSIZE, windows)
     dense_page = P * sharded.kv_token_bytes("float16")
     owners: dict[int, int] = {}  # slot -> index of the sequence
-    rows: dict[int, tuple] = {}  # step -> owners, slots, lengths after the step, whether decoding
+    rows: dict[int, tuple] = {}  # step -> owners, slots, lengths after, whether one token
     samples: list[list[tuple[float, ...]]] = []
     for event in engine.events:
         match event["event"]:
@@ -81,7 +81,7 @@ def of_sequences(engine: Engine) -> list[Held]:
 
 
 def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
-    """[n] bytes that a layer's attention and page selection read for one generated token. kept:
+    """[n] bytes that a layer's attention and page selection move for one generated token. kept:
     [n, I] tokens of each precision."""
     ones = np.ones((len(contexts), 1), np.int64)
     held = None if kept is None else kept[:, None]
@@ -91,8 +91,8 @@ def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = Non
 
 
 def _mean(samples: np.ndarray) -> Held:
-    """The means of samples [n, 5] of the fields of Held: fraction, high, low, top, and read, which
-    is nan for a step that did not compute exactly one token."""
+    """The means of samples [n, 5]: fraction, high, low, top, read. In a step that did not compute
+    exactly one token, read is nan."""
     read = samples[~np.isnan(samples[:, -1]), -1]
     fraction, high, low, top = samples[:, :-1].mean(0).tolist()
     return Held(fraction, high, low, top, float(read.mean()) if len(read) else None)

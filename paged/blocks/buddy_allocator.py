@@ -27,7 +27,7 @@ class BuddyAllocator:
 
     @property
     def largest_run(self) -> int:
-        """The number of blocks in the largest run that can be allocated."""
+        """The number of blocks in the largest run of an empty allocator."""
         return 1 << (self.size.bit_length() - 1)
 
     @property

@@ -1,7 +1,7 @@
-"""Other libraries' attention for the same shapes, for comparison, if they can be imported.
+"""Other libraries' kernels for the same shapes, for comparison, if they can be imported.
 
-Some of these kernels do not read pages: JAX's kernel on Mosaic, FlashInfer's prefill, cuDNN and
-torch read each sequence's keys and values from contiguous memory, which is less work.
+JAX's kernel on Mosaic, FlashInfer's prefill, cuDNN and torch read contiguous keys and values, which
+is less work than pages.
 """
 
 import importlib

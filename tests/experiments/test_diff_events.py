@@ -182,8 +182,8 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     text = told("a.jsonl", "b.jsonl", status=1)
     assert len(text.splitlines()) == 3
     assert "b.jsonl has ended, a.jsonl goes on with " in text
-    assert text.endswith(" (b.jsonl is of a run that was interrupted there)\n")
-    assert told("b.jsonl", "b.jsonl", status=0).count("was interrupted there") == 2
+    assert text.endswith(" (b.jsonl ends early: its run was interrupted)\n")
+    assert told("b.jsonl", "b.jsonl", status=0).count("its run was interrupted") == 2
     for logs, complaint in (
         (("a.jsonl", "c.jsonl"), "c.jsonl: cannot be read: No such file or directory"),
         (("a.jsonl", "cut.jsonl"), "cut.jsonl:5: the log is cut short: its last line is no event"),

@@ -44,10 +44,10 @@ def test_it_serves_and_its_log_replays_once_it_is_named(tiny_folder, tmp_path):
     again = (model, f"--log={log}", "--executor=simulated", f"--output_dir={tmp_path / 'again'}")
     unnamed = run("replay", *again)
     assert unnamed.returncode == 2
-    assert "a log imports no module by itself: --policy='tova:TOVA' does" in unnamed.stderr
+    assert "the log's policy is not imported: set --policy='tova:TOVA'" in unnamed.stderr
     named = run("replay", POLICY, *again)
     assert named.returncode == 0, named.stderr
-    assert "same schedule and tokens" in named.stdout
+    assert "same schedule, page operations and tokens" in named.stdout
 
 
 def test_a_module_that_ends_the_program_is_no_policy(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs repeated from their logs: on the twin of a device, on the device, and in simulated time."""
+"""Runs repeated from their logs: on an executor of hashes, on the device, and in simulated time."""
 
 import copy
 import dataclasses
@@ -94,7 +94,7 @@ def test_a_random_run_replays_on_a_twin_and_simulated(rng):
     _check_same(log, simulated_engine(log, TINY))
 
 
-def test_the_random_runs_hold_all_that_a_log_can():
+def test_the_random_runs_have_all_events_but_failures():
     logs = [_log(random.Random(seed)) for seed in range(30)]
     events = [event for log in logs for event in log]
     assert {event["event"] for event in events} == {
@@ -148,7 +148,7 @@ def test_a_run_with_stop_strings_replays_simulated(tokenizer):
     _check_same(log, simulated_engine(log, model, tokenizer))
 
 
-def test_idle_rounds_are_rounds():
+def test_idle_rounds_count():
     config = EngineConfig(max_model_len=90)
     engine = _hashing(config)
     for _ in range(3):
@@ -270,7 +270,7 @@ def test_a_log_of_many_idle_rounds_replays_at_once():
     _check_same(log, _hashing(config))
 
 
-def test_another_way_inside_of_a_pinned_prefix_is_a_difference():
+def test_a_changed_step_of_a_pin_is_a_difference():
     engine = _hashing(EngineConfig(max_model_len=90, prefix_caching=True))
     engine.pin_prefix([5, 6, 7])
     log = _log_of(engine)
@@ -283,7 +283,7 @@ def test_another_way_inside_of_a_pinned_prefix_is_a_difference():
 def test_a_log_of_another_version_names_what_it_lacks():
     log = _log(random.Random(0))
     del log[0]["config"]["multi_step"]
-    with pytest.raises(ValueError, match="lacks 'multi_step': it is another version's"):
+    with pytest.raises(ValueError, match="lacks 'multi_step': another version wrote it"):
         logged_config(log)
     with pytest.raises(ValueError, match=r"model has model_type .qwen3., this one has .llama."):
         check_model(log, TINY.replace(model_type="llama"))
@@ -317,7 +317,10 @@ def test_the_program_replays_in_another_process(served, tiny_folder, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = read_log(served)
-    assert f"same schedule and tokens: {len(log)} events, {num_tokens(log)} tokens" in done.stdout
+    assert (
+        f"same schedule, page operations and tokens: {len(log)} events, {num_tokens(log)} tokens"
+        in done.stdout
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary == {"events": len(log), "differences": 0, "tokens": num_tokens(log)}
     assert without_times(read_log(tmp_path / "events.jsonl")) == without_times(log)

@@ -30,7 +30,7 @@ def tensor(module: str, which: str) -> str:
 
 def write(folder: Path, model: ModelConfig, rank=8, seed=0, size=1.0, targets=None, ranks=None,
           dtype="float32", **fields) -> Path:  # fmt: skip
-    """Write an adapter of the modules whose names end as one of `targets` (all by default).
+    """Write an adapter of the modules whose last name is in the list `targets` (all by default).
 
     ranks: module → rank, if it is not `rank`.
     size: the size of BA, relative to the base weights.
@@ -71,9 +71,9 @@ def merged(checkpoint: Path, adapter: Path, model: ModelConfig) -> dict[str, np.
         if tensor(module, "A") not in lora:
             continue
         r, alpha = config["r"], config["lora_alpha"]
-        for pattern, value in config["rank_pattern"].items():
+        for pattern, value in reversed(config["rank_pattern"].items()):  # the first match counts
             r = value if re.match(rf"(.*\.)?({pattern})$", module) else r
-        for pattern, value in config["alpha_pattern"].items():
+        for pattern, value in reversed(config["alpha_pattern"].items()):
             alpha = value if re.match(rf"(.*\.)?({pattern})$", module) else alpha
         scale = alpha / (np.sqrt(r) if config["use_rslora"] else r)
         a, b = (lora[tensor(module, which)].astype(np.float32) for which in "AB")

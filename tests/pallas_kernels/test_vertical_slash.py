@@ -21,8 +21,8 @@ from pallas_kernels.quantization import KVFormat, QuantizedPages
 from tests.pallas_kernels.dense_softmax import masked, paged
 
 P, K, G, D, M = 4, 2, 2, 8, 24
-# (history, chunk), longer and shorter than the queries that select pages. The last row but one
-# reads all pages.
+# (history, chunk). Chunks are longer and shorter than LAST_QUERIES. The last row but one reads all
+# pages.
 CHUNKS = ((0, 7), (10, 80), (0, 0), (21, 13), (30, 18), (2, 61))
 SPARSE = np.array([True, True, True, True, False, True])
 PROMPTS = np.array([7, 90, 0, 62, 48, 97])  # two chunks end before their prompt does
@@ -59,7 +59,7 @@ def probabilities(q_nxHxD, keys_nxKxD, first: int) -> np.ndarray:
 
 
 def kept(maps_KxQxn, first: int, block: int, count: int) -> list[list[int]]:
-    """The pages that queries of page `block` keep, by KV head; first: position of the first row."""
+    """The pages that queries of page `block` keep, by KV head. first: the first one's position."""
     pages = []
     for of_head in maps_KxQxn:
         columns, diagonals = of_head.sum(0), np.zeros(of_head.shape[1])
@@ -109,7 +109,7 @@ def test_pages_are_those_of_the_best_columns_and_diagonals():
         expected, keys = every, sequences[row][0]
         if SPARSE[row] and block + 1 > count:
             sparse_tiles += 1
-            # The page's segment ends whole segments before the end of the prompt's last page.
+            # Segments are cut backwards from the end of the prompt's last page.
             history, end = CHUNKS[row][0], -(-PROMPTS[row] // P) * P
             ends = [at for at in range(end, 0, -SEGMENT) if at > block * P]
             last = min(ends[-1], lengths[row])
@@ -125,7 +125,7 @@ def test_pages_are_those_of_the_best_columns_and_diagonals():
 
 
 @IMPLEMENTATIONS
-def test_pages_of_few_bits_are_judged_by_what_they_hold(implementation):
+def test_quantised_pages_are_scored_by_their_values(implementation):
     """Quantised pages give the selection of float pages with the same values."""
     q, _, pools, tables, starts, lengths = drawn()
     quantised = QuantizedPages.zeros(pools.shape[1], P, KVFormat(8, D))

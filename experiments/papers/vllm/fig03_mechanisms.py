@@ -2,10 +2,10 @@
 
     python -m experiments.papers.vllm.fig03_mechanisms
 
-The examples are the paper's prompts with a token for each word, in blocks of 4 tokens. The engine's
-scheduler, its block manager and Orca's reserving allocators run. Output tokens are made up. Only
-Fig. 5 computes attention, through a block table. memory_map shows a longer run step by step;
-notebook 1_paged_attention explains that run.
+The examples are short prompts like the paper's, with a token for each word. Blocks have 4 tokens,
+in Fig. 3 one. The engine's scheduler, its block manager and Orca's reserving allocators run. Output
+tokens are made up. Only Fig. 5 computes attention, through a block table. memory_map shows a longer
+run step by step; notebook 1_paged_attention explains that run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -159,7 +159,7 @@ def fig04() -> Mechanism:
         axes = figure.subplots()
         running = len(engine.scheduler.running)
         box(axes, 0, 3.2, f"Scheduler\n{running} request runs", COLOURS[0], 3)
-        box(axes, 4, 3.2, f"KV cache manager\na block table: {blocks} of A", COLOURS[1], 4)
+        box(axes, 4, 3.2, f"KV cache manager\nA's block table: {blocks} blocks", COLOURS[1], 4)
         free = engine.host_policy.pool.num_free
         box(axes, 9, 3.2, f"GPU block allocator\n{free} of {len(shot.refcounts) - 1} free",
             COLOURS[2], 3.4)  # fmt: skip
@@ -210,7 +210,7 @@ def fig05() -> Mechanism:
                 axes.text(x, -0.008, words[i], ha="center", va="top", fontsize="small", rotation=20)
         axes.set(xticks=[], ylabel="attention of 'forth'", ylim=(0, None))
         axes.legend(frameon=False, fontsize="small")
-        axes.set_title(f"through the table and side by side: {apart:.0e} apart", fontsize="small",
+        axes.set_title(f"through the table and contiguous: {apart:.0e} apart", fontsize="small",
                        loc="right")  # fmt: skip
 
     facts = {"differs_beyond_rounding": (apart > 1e-6, 0), "blocks": (len(where), 3)}
@@ -317,7 +317,7 @@ STUDY = mechanisms.study(
     __file__, "vLLM Figs. 3 to 10",
     fig03, fig04, fig05, fig06, fig07, fig08, fig09, fig10,
     claim="blocks are mapped, grown, shared, copied when written and freed as the figures show",
-    here="the figures' own prompts in blocks of 4 tokens, by the engine's scheduler and allocators",
+    here="prompts like the figures', in blocks of 4 tokens; the engine's scheduler and allocators",
     size=(15, 15),
 )  # fmt: skip
 

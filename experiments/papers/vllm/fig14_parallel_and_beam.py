@@ -76,8 +76,8 @@ STUDY = rates.study(
     claim="vLLM's gain over Orca grows with the number of sequences of a request, and is larger "
     "with beam search: 1.3 times Orca (Oracle)'s rate in basic sampling, 2.3 times with a beam "
     "width of 6",
-    rule="from 2 to 4 to 6 sequences the gain over Oracle rises with beams, and does not fall with "
-    "parallel samples; at each size it is larger with beams",
+    rule="from 2 to 4 to 6 sequences the gain over Oracle rises for beams, and does not fall for "
+    "parallel samples; at each number it is larger for beams",
     setting=Setting(
         opt.setting("13b", "vllm"),
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); ancestries of "

@@ -33,9 +33,9 @@ class TraceFlags(Flags):
     """Flags of a study whose requests have a dataset's lengths."""
 
     sigma: float = flag(
-        0.0, "of the lengths; 0: of fig13_batched_requests' committed result", least=0, most=3
+        0.0, "sigma of the lengths; 0: the committed one of fig13_batched_requests", least=0, most=3
     )
-    host: str = flag("vllm", "system whose host time a step includes", choices=tuple(HOSTS))
+    host: str = flag("vllm", "a step's host time is this system's", choices=tuple(HOSTS))
     seed: int = flag(0, "of lengths and arrivals", least=0)
 
     def sigma_of(self, dataset: str) -> float:
@@ -87,14 +87,14 @@ def sweep(
 ) -> list[Row]:  # fmt: skip
     """Runs of a system, by ascending rate. The first run has the rate of `case`. The two rates next
     to the sustained rate differ by a factor of step^(1/2^bisections). Raises ValueError if the
-    latency is above `latency_s` even at LEAST requests/s."""
+    latency is above `latency_s` at all rates from LEAST requests/s on."""
     rows = [run(case)]
     upwards = rows[0].latency_s < latency_s
     while (rows[-1].latency_s < latency_s) == upwards:
         rate = rows[-1].rate * (step if upwards else 1 / step)
         if rate < LEAST:
-            exceeds = f"exceeds {latency_s} s/token even at {LEAST} requests/s"
-            raise Refused(f"{case.policy} of {case.server} {exceeds}")
+            over = f"over {latency_s} s/token even at {rows[-1].rate} requests/s"
+            raise Refused(f"{case.policy} on {case.server}: {over}")
         rows.append(run(replace(case, rate=round(rate, 4))))
     below, above = sorted(rows[-2:], key=lambda row: row.rate)
     for _ in range(bisections):
@@ -190,7 +190,7 @@ def table(flags: RateFlags, points: Sequence[Point]) -> str:
     plain = [point for point in points if not point.change]
     numbers, panels = plain_values(plain, flags.latency_s), names(plain)
     lines = [
-        f"requests/s at {flags.latency_s:g} s/token, and vLLM's rate over it",
+        f"requests/s at {flags.latency_s:g} s/token, and vLLM's over this",
         f"{'':18}" + "".join(f"{name:>18}" for name in panels),
     ]
     for policy in dict.fromkeys(point.policy for point in plain):

@@ -27,7 +27,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """A column of the table.
+    """A model's column of the table.
 
     slots: KV slots if the table's KV memory is in units of 2^30 bytes.
     slots_of_gb: KV slots if it is in units of 10^9 bytes.

@@ -7,9 +7,9 @@ The paper and the authors' repository have different rules. For a prompt of toke
 
     paper       Significance is the mean over all later queries. The threshold of token i is
                 alpha / i
-    repository  Significance is the mean over the last 64 queries, the token's own included.
-                Probabilities are summed over queries before the maximum over query heads. The
-                threshold is alpha / N
+    repository  Significance is the mean over the last 64 queries, or over the queries from the
+                token's own on, if they are fewer. Probabilities are summed over queries before the
+                maximum over query heads. The threshold is alpha / N
 
 For generation, with N tokens including the newest, the threshold is alpha / N:
 
@@ -17,20 +17,21 @@ For generation, with N tokens including the newest, the threshold is alpha / N:
                 down or dropped. Then the victim, the least significant token of the candidate's
                 final precision, may be moved down or dropped
     repository  The least significant token of high precision outside the window, the candidate
-                included, may be moved down or dropped. A token that is moved down replaces the
-                least significant token of low precision if the replaced token is below its
-                threshold. A token's score includes the probability of its own query
+                included, may be moved down or dropped. A token that is moved down replaces low
+                precision's least significant token, if that is below alpha_l / N. A token's score
+                includes the probability of its own query
 
 With three precisions (§4, discussion; §5.3), a token's significance decides its precision. The
 window and new tokens are in the highest precision.
 
     paper       The candidate stays or is moved down to any precision. Only the candidate's final
                 precision has a victim. The victim is moved down by its own significance, or dropped
-    repository  A token that is moved down replaces the least significant token of its new precision
-                if the replaced token is below its threshold. The replaced token is moved down too
+    repository  A token that is moved down replaces the least significant token of its new
+                precision, if that is below the precision's threshold. That token is moved down or
+                dropped in turn
 
-So a step is a chain. The new token replaces a token of the highest precision, the replaced token
-replaces a token of a lower precision, and so on, until a token is added or dropped. A token leaves
+So a step is a chain: the new token displaces a token of the highest precision, which displaces one
+of a lower precision, and so on, until a token is added or dropped. A token leaves
 a precision only if another token takes its place. So no precision's token count shrinks. At most
 one precision's count grows, by one token, and a head needs at most one page.
 
@@ -38,7 +39,8 @@ Two baselines keep a budget of tokens in each head, all in one precision:
 
     h2o     (arXiv:2306.14048) A token's score is the sum over all queries, its own included. A
             prompt keeps the tokens with the largest sums. In generation, the token with the
-            smallest sum is dropped if the budget is exceeded. The window is half of the budget
+            smallest sum outside the window is dropped if the budget is exceeded. The window is
+            half of the budget
     snapkv  (arXiv:2404.14469) A prompt keeps the tokens with the most votes of the window's
             queries. A token's votes are the maximum over the token and its neighbours. Generated
             tokens are kept (generation rule `keep`)
@@ -82,7 +84,7 @@ class Decision(NamedTuple):
     """The change of each precision when a token is generated.
 
     arrives: [..., I] whether a token is written to the precision. The highest precision gets the
-        new token. A lower one gets the token last replaced in a higher precision.
+        new token. A lower one may get the token that left a higher one.
     replaces: [..., I] whether the written token replaces another token, which is then moved down or
         dropped. Otherwise the precision grows by one token.
     at: [..., I] int32, place of the replaced token.
@@ -100,9 +102,11 @@ class Keeper(Protocol):
         self, sums_TxK, positions_T, lengths_T, alpha, budget
     ) -> tuple[list[jax.Array], jax.Array]:
         """The kept tokens of prompts. Returns (masks, scores): for each precision a mask [T, K]
-        bool of the tokens kept in that precision, and the scores [T, K] float32.
+        bool of the tokens kept in that precision, and the tokens' scores [T, K] float32, which are
+        sums of probabilities.
 
-        sums: [T, K] float32, sums of `prompt_attention` with `Rules.prompt_scores`.
+        sums: [T, K] float32, sums of probabilities, by `prompt_attention` with
+            `Rules.prompt_scores`.
         positions: [T] int32 from 0. Tokens of a prompt are consecutive.
         lengths: [T] int32, length N of each token's prompt.
         alpha: [I] alpha of each precision's threshold.
@@ -151,8 +155,8 @@ class Rules:
         return self.generation in ("repository", "h2o")
 
     def recent(self, budget, lengths):
-        """Size of the window of sequences of `lengths` tokens: the last tokens, all in the highest
-        precision."""
+        """Number of last tokens that are the window of a sequence of `lengths` tokens, all in the
+        highest precision."""
         if self.generation != "h2o":
             return self.window
         return jnp.maximum(budget_tokens(budget, lengths) // 2, 2)
@@ -245,8 +249,8 @@ def _ranks(scores_TxK, first_T):
 
 
 def least(means, places, rows, before: tuple[jax.Array, jax.Array]):
-    """Update `before`, the running minimum (mean, place) [R, ...] of each row, with means [n, ...]
-    at `places` of rows [n]. Among equal means, the smallest place wins."""
+    """The minimum (mean, place) [R, ...] of each row, over `before`, an earlier minimum, and means
+    [n, ...] at `places` of rows [n]. Among equal means, the smallest place wins."""
     mean, place = before
     new = mean.at[rows].min(means)
     place = jnp.where(new < mean, jnp.iinfo(jnp.int32).max, place)

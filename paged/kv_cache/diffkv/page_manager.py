@@ -22,13 +22,11 @@ from pallas_kernels.quantized_attention.tables import Run, runs
 class Pages:
     """The circular free page list, and the bidirectional page tables.
 
-    free_list: [N] int32, all pages. Free pages are at start, start + 1, … start + free - 1, modulo
-        N.
-    start, free: [1] int32. (The paper has two pointers, equal for a full list and for an empty
-        one.)
-    tables: [num_slots, H, M] int32. The pages of the last two precisions start at the left and at
-        the right end of a row, after the first `single` columns. Entries between them are
-        undefined.
+    free_list: [N] int32. Free pages are at start, start + 1, … start + free - 1, modulo N; other
+        entries are undefined.
+    start, free: [1] int32. (The paper has two pointers, which are equal for full and empty lists.)
+    tables: [num_slots, H, M] int32. After the first `single` columns, a row has the pages of the
+        last two precisions at its left and its right end. Entries between them are undefined.
     held: [num_slots, H, I] int32 pages of each head by precision, the highest first.
     single: number of first columns that only the highest of three precisions uses; 0 with two
         precisions.
@@ -77,8 +75,8 @@ def allocate_prompts(pages: Pages, slots_S, counts) -> Pages:
 
 
 def allocated_column(level: int, levels: int, number, before, allocated):
-    """The column of page `number` of a precision among the `allocated` pages of a head. Pages of
-    the lowest precision are counted from the end. before: pages of all higher precisions."""
+    """The column of a precision's page `number` among the head's `allocated` pages. Pages of the
+    lowest precision are counted from the end. before: pages of all higher precisions."""
     return before + number if level + 1 < levels else allocated - 1 - number
 
 
@@ -203,11 +201,11 @@ def _take(pages: Pages, counts, width: int):
     return ids, replace(pages, start=start, free=pages.free - ends[-1])
 
 
-def _recycle(pages: Pages, ids, given) -> Pages:
-    """Append the ids where `given` is true to the end of the free list, in order."""
-    N, given = len(pages.free_list), given.reshape(-1)
-    rank = jnp.cumsum(given, dtype=jnp.int32)
+def _recycle(pages: Pages, ids, freed) -> Pages:
+    """Append the ids where `freed` is true to the end of the free list, in order."""
+    N, freed = len(pages.free_list), freed.reshape(-1)
+    rank = jnp.cumsum(freed, dtype=jnp.int32)
     place = (pages.start + pages.free + rank - 1) % N
-    place = distinct(place, given, N)
+    place = distinct(place, freed, N)
     free_list = pages.free_list.at[place].set(ids.reshape(-1), mode="drop", unique_indices=True)
     return replace(pages, free_list=free_list, free=pages.free + rank[-1])

@@ -1,7 +1,7 @@
 """Checkpoints: windows of streaming heads at the ends of prefixes, kept for later prompts.
 
-A prompt can continue a cached prefix only if streaming heads have the blocks that its next query
-reads: the sink and the local pages before the query's page. A checkpoint references these blocks.
+To continue a cached prefix, streaming heads need the blocks that the next query reads: the sink and
+the local pages before the query's page. A checkpoint references these blocks.
 The blocks are full or pinned, so no sequence writes them again. If windows need memory, unpinned
 checkpoints are evicted, the least recently used first.
 """
@@ -27,7 +27,7 @@ class Checkpoint:
 
 @dataclass
 class Ends:
-    """The prefix ends where a slot's prompt makes checkpoints.
+    """The ends of prefixes at which a slot's prompt makes checkpoints.
 
     due: (pages, key) of ends that the prompt has not reached.
     kept: keys of the slot's unconfirmed checkpoints.
@@ -44,7 +44,7 @@ class Checkpoints:
     pins: [num_blocks] number of pinned checkpoints that reference each block.
     num_references: references of all pinned checkpoints.
     num_pinned: distinct blocks of pinned checkpoints.
-    ends: the prefix ends where each slot's prompt makes checkpoints.
+    ends: the ends of prefixes at which each slot's prompt makes checkpoints.
     """
 
     def __init__(self, num_blocks: int):
@@ -63,7 +63,7 @@ class Checkpoints:
 
     @property
     def cached_blocks(self) -> np.ndarray:
-        """Blocks that only checkpoints reference."""
+        """Blocks that only unpinned checkpoints reference."""
         idle = np.fromiter(self.idle, np.int64)
         return idle[self._references[idle] > 0]
 
@@ -152,7 +152,7 @@ class Checkpoints:
             references[checkpoint.blocks] += 1
         assert (references == self._references).all(), "references to checkpoints are miscounted"
         unkept = sorted(block for block in self.idle if not references[block])
-        assert unkept == sorted(self._orphans), "an idle block belongs to no checkpoint"
+        assert unkept == sorted(self._orphans), "orphans are the idle blocks without a checkpoint"
         unconfirmed = [(c.slot, key) for key, c in self._cached.items() if c.slot != CONFIRMED]
         for slot, key in unconfirmed:
             assert key in self.ends[slot].kept, (

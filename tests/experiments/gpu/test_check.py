@@ -127,7 +127,7 @@ def test_a_check_that_hangs_fails_and_one_that_begins_late_is_left_out(monkeypat
     [
         ([], "JAX sees no GPU; --small tries the program without one"),
         (["--op=attention"], "no op attention; allowed: paged_attention"),
-        (["--small", "--spec=llama-9"], "no op has a spec llama-9"),
+        (["--small", "--spec=llama-9"], "no chosen op has a spec llama-9"),
         (["--small", "--jobs=-1"], "--jobs must be at least 1, not -1"),
     ],
 )

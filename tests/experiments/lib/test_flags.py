@@ -45,7 +45,7 @@ class Config:
 
 @pytest.fixture
 def defined(monkeypatch):
-    """A set of flags apart from other tests' and pytest's."""
+    """A new set of flags, without those of other tests and pytest."""
     values = absl_flags.FlagValues()
 
     def define(define_one):
@@ -57,7 +57,7 @@ def defined(monkeypatch):
     return values
 
 
-def test_flags_are_the_fields_that_one_word_can_tell(defined):
+def test_flags_are_the_described_fields_whose_values_are_words(defined):
     flags.define_fields(Config, leave_out=("made_left_out",))
     made = {name for name in defined if name.startswith("made_")}
     assert made == {"made_whole", "made_or_none", "made_literal", "made_tuple"}
@@ -82,7 +82,7 @@ def test_values_go_back_to_the_fields():
     }  # fmt: skip
 
 
-def test_parts_share_what_is_called_alike_and_arguments_go_to_their_field():
+def test_parts_share_flags_of_one_name_and_arguments_fill_their_field():
     values = {
         "workload": "sharegpt", "seed": 3, "policy": "vllm", "max_model_len": None, "page_size": 8,
         "temperature": 0.5, **vars(ModelFlags()), "adapters": "", "popularity": "uniform",

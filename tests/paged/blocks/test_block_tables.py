@@ -65,8 +65,8 @@ class TablesBesideTwin(RuleBasedStateMachine):
             assert self.pool.num_free < self.blocks_to_take(slots, target)
 
     def blocks_to_take(self, slots, target) -> int:
-        """Blocks that the appends need: a new block for each sequence that enters one, and a copy
-        for each sequence that writes into a block that another sequence will still hold."""
+        """Blocks that the appends need: one for each sequence that begins a block, and one for each
+        copy-on-write."""
         owners = Counter(int(b) for slot in self.twin for b in self.tables.blocks[slot])
         taken = 0
         for slot, tokens in zip(slots, target):

@@ -72,8 +72,8 @@ def local_ray(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(ray is None, reason="needs Ray: make test-cluster")
 def test_a_killed_runner_loses_nothing(local_ray):
-    """Every request ends with the tokens of an undisturbed engine, except that other batches may
-    decide near ties differently."""
+    """Every request ends with the tokens of an undisturbed engine, except at near ties, which
+    depend on the batch."""
     cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
     requests = asked()
     alone = make_engine(cache)

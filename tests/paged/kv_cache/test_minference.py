@@ -19,7 +19,8 @@ CONFIG = EngineConfig(
         "minference_budget": 24, "minference_tile": TILE,
     },
 )  # fmt: skip
-# All of LServe: 4-bit weights, 4-bit keys and values, streaming heads and selected pages.
+# All of LServe: 4-bit weights, 8-bit activations, 4-bit keys and values, streaming heads and
+# selected pages.
 WIDE = TINY.replace(hidden_size=128, intermediate_size=128, head_dim=32)
 WHOLE = replace(
     CONFIG,
@@ -57,8 +58,8 @@ def answers(engine: Engine, prompts) -> list[tuple[list[int], np.ndarray]]:
     ),
 )
 def test_neither_company_nor_chunks_change_tokens(model, config, near):
-    """near: tolerance of log-probabilities. A float32 rounding error may change the code of an
-    activation, which may change the code of a key."""
+    """near: tolerance of log-probabilities. A float32 rounding error may change an
+    activation's 8-bit value, and so a key's 4-bit value."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, model.vocab_size, n).tolist() for n in LENGTHS]
     options, params = config.policy_options, random_params(model)

@@ -1,4 +1,4 @@
-"""Beam search against transformers' own outputs, exhaustive search, and whole vocabularies."""
+"""Beam search against transformers' own outputs, exhaustive search, and search over all tokens."""
 
 import itertools
 
@@ -57,13 +57,13 @@ def test_outputs_and_scores_are_those_of_transformers(case):
 
 
 def _chain(seed: int, V: int) -> np.ndarray:
-    """Log-probabilities [V, V] float32 of the next token, by token; row 0 is also for the first."""
+    """Log-probabilities [V, V] float32, [last token, next token]; row 0 also starts an output."""
     logits = 2 * np.random.default_rng(seed).normal(size=(V, V))
     return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
 
 
 def _best_of(chain: np.ndarray, A: int):
-    """`next_tokens` of a chain: A candidates, those beyond its V tokens with probability 0."""
+    """`next_tokens` of a chain: the best A tokens, padded with tokens of probability 0."""
 
     def next_tokens(outputs):
         logp = chain[[output[-1] if len(output) else 0 for output in outputs]]
@@ -87,7 +87,7 @@ EARLY_STOPPING = st.sampled_from([False, True, "never"])
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, st.integers(1, 3), PENALTIES, EARLY_STOPPING, st.sets(st.integers(0, 4), max_size=2))
-def test_a_beam_for_each_output_finds_them_all(seed, max_tokens, penalty, early_stopping, eos):
+def test_as_many_beams_as_outputs_find_all_outputs(seed, max_tokens, penalty, early_stopping, eos):
     V = 5
     chain = _chain(seed, V)
     expected = {}
@@ -109,7 +109,7 @@ def test_a_beam_for_each_output_finds_them_all(seed, max_tokens, penalty, early_
     SEEDS, st.integers(1, 5), st.integers(1, 9), PENALTIES, EARLY_STOPPING,
     st.sets(st.integers(0, 8), max_size=3),
 )  # fmt: skip
-def test_next_tokens_beyond_width_and_ends_change_nothing(
+def test_more_next_tokens_than_needed_change_nothing(
     seed, width, max_tokens, penalty, early_stopping, eos
 ):
     chain = _chain(seed, 9)
@@ -120,7 +120,7 @@ def test_next_tokens_beyond_width_and_ends_change_nothing(
 
 @settings(max_examples=30, deadline=None)
 @given(SEEDS, st.integers(2, 5), st.integers(2, 20), st.sampled_from([-3.0, -1.0, -0.3, 0.0]))
-def test_where_length_does_not_help_never_stops_early_as_the_default_does(
+def test_early_stopping_never_is_the_default_if_length_does_not_help(
     seed, width, max_tokens, penalty
 ):
     next_tokens = _best_of(_chain(seed, 9), width + 1)
