@@ -7,18 +7,19 @@ kernel libraries that can be imported are timed as peers. In order:
 
 1. every op with each named spec of arguments: errors against `reference` in float32, and equality
    of two runs; also long contexts, large logits, and chunks after long histories;
-2. the engine's decode step at Llama-3-8B's shapes, beside its floor, the least time to read weights
+2. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
+3. the engine's decode step at Llama-3-8B's shapes, beside its floor, the least time to read weights
    and KV cache, if the engine's packages are installed;
-3. this GPU's rates: bytes/s of a large array read or copied, FLOPs/s of a large bfloat16 product;
 4. the median times of the most important specs' kernels, beside their floors at these rates; peers'
    times for the same shapes;
 5. the median times of all other kernels and specs;
 6. XLA's implementations of the ops: all are checked, and all but slow specs are timed.
 
-Checks mostly compile, so --jobs of them run at once. On a GPU each check, and the engine's step, is
-a process of its own with a time limit: an error of a kernel breaks all later calls of its process.
-Other parts have no limit. A kernel whose check fails is not timed. Each time is measured
-with nothing else running. Parts for which --minutes leave no time are listed as left out.
+Checks mostly compile, so --jobs of them run at once. On a GPU each check, the rates and the
+engine's step have a process and a time limit of their own: an error of a kernel breaks all later
+calls of its process, and the engine needs most of the GPU's memory, which processes keep until they
+end. Other parts have no limit. A kernel whose check fails is not timed. Nothing else runs while a
+time is measured. Parts for which --minutes leave no time are listed as left out.
 
 Times are kernel times, without the gaps between kernels; the engine's, torch's and FlashInfer's
 include them. Calls rotate through several sets of inputs, so that few inputs are in the L2 cache.
@@ -55,6 +56,7 @@ L2_BYTES = 64 * 2**20  # at least the L2 size of an A100, H100 or H200
 MAX_SETS = 32
 LAST_SECONDS = 30  # for processes that are running when --minutes have passed
 CHECK_SECONDS = 120  # a longer check counts as hanging
+RATES_SECONDS = 90
 ENGINE_SECONDS = 150  # for the engine's step, most of it compilation
 # The specs whose times matter most are timed first.
 FIRST = (
@@ -241,11 +243,6 @@ def _engine_step(small: bool) -> tuple[str, float, Cost]:
     return engine.time_decode_step(small)
 
 
-def engine_timing(name: str, seconds: float, cost: Cost, rates: Rates) -> Timing:
-    floor = rates.floor_s(cost)
-    return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
-
-
 def time_peer(op: str, spec: str, peer: str, call: Callable[[Callable], float]) -> PeerTiming:
     """Time a peer's kernel. call: (device_seconds) -> seconds of one kernel call."""
     try:
@@ -370,15 +367,20 @@ class Results:
                 child.kill()
             time.sleep(0.1)
 
-    def run_engine(self, small: bool) -> tuple[str, float, Cost]:
-        """`engine.time_decode_step`; on a GPU, in a process of its own. Raises LeftOut if its
-        packages are not installed."""
+    def apart[T](self, most: float, function: Callable[..., T], *arguments: Any) -> T:
+        """`function(*arguments)`; on a GPU, in a process of its own, for at most `most` seconds."""
+        if backend.current_gpu() is None:
+            return function(*arguments)
+        return self._in_time(most, _take_gpu, function, *arguments)
+
+    def time_engine(self, small: bool, rates: Rates) -> Timing:
+        """Time the engine's decode step. Raises LeftOut if its packages are not installed."""
         try:
-            if backend.current_gpu() is None:
-                return _engine_step(small)
-            return self._in_time(ENGINE_SECONDS, _take_gpu, _engine_step, small)
+            name, seconds, cost = self.apart(ENGINE_SECONDS, _engine_step, small)
         except ImportError as error:
             raise LeftOut(str(error)) from error
+        floor = rates.floor_s(cost)
+        return Timing("engine step", name, "engine", seconds, floor, **dataclasses.asdict(cost))
 
     def is_wrong(self, op: str, spec: str, implementation: str) -> bool:
         """Whether the check failed, or found a wrong result."""
@@ -474,18 +476,11 @@ def main(argv: list[str]) -> str | None:
                     timed(label, time_spec, *call, rates, most_sets)
 
     check_all(kernels=True)
-    # The engine needs most of the GPU's memory, so its step runs before arrays of this process.
-    steps: list[tuple[str, float, Cost]] = []
-    results.add(steps, "engine step", results.run_engine, small)
     measured: list[dict[str, float]] = []
-    results.add(measured, "rates", measure_rates, small)
+    results.add(measured, "rates", results.apart, RATES_SECONDS, measure_rates, small)
     results.rates = measured[0] if measured else None
     rates = Rates.best(measured[0]) if measured else None
-    for step in steps:
-        if rates is None:
-            results.leave_out("engine step", "no rates")
-        else:
-            results.timings.append(engine_timing(*step, rates))
+    timed("engine step", results.time_engine, small, rates)
     time_all([each for each in to_time if each[1] in FIRST], kernels=True)
     for op in (op for op in OPS if op in arguments.op):
         for (spec, peer), call in OPS[op].timed_peers(small).items():

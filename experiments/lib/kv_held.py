@@ -26,8 +26,8 @@ class Held:
     high, low: shares of the sequence's tokens kept in high and in low precision, over all heads.
         Under a policy of one precision, low is 0.
     top: share of the sequence's tokens kept in a third precision above `high`.
-    read: bytes that attention and page selection move in steps that compute one token of the
-        sequence, over the baseline's; None without such a step. Decode steps of several tokens
+    read: bytes of attention and page selection (`Layout.work`) in steps that compute one token of
+        the sequence, over the baseline's; None without such a step. Decode steps of several tokens
         (`multi_step`) are left out.
     """
 
@@ -81,7 +81,7 @@ def of_sequences(engine: Engine) -> list[Held]:
 
 
 def _read_by(layout: Layout, contexts: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
-    """[n] bytes that a layer's attention and page selection move for one generated token. kept:
+    """[n] bytes of a layer's attention and page selection for one generated token. kept:
     [n, I] tokens of each precision."""
     ones = np.ones((len(contexts), 1), np.int64)
     held = None if kept is None else kept[:, None]

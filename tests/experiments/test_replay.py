@@ -88,7 +88,7 @@ def _check_same(log: EventLog, engine: Engine) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_a_random_run_replays_on_a_twin_and_simulated(rng):
+def test_a_random_run_replays_on_hashes_and_simulated(rng):
     log = _log(rng)
     _check_same(log, _hashing(logged_config(log)))
     _check_same(log, simulated_engine(log, TINY))

@@ -30,7 +30,7 @@ def tensor(module: str, which: str) -> str:
 
 def write(folder: Path, model: ModelConfig, rank=8, seed=0, size=1.0, targets=None, ranks=None,
           dtype="float32", **fields) -> Path:  # fmt: skip
-    """Write an adapter of the modules whose last name is in the list `targets` (all by default).
+    """Write an adapter of the modules whose names end in one of the list `targets`, or of all.
 
     ranks: module → rank, if it is not `rank`.
     size: the size of BA, relative to the base weights.

@@ -317,7 +317,7 @@ STUDY = mechanisms.study(
     __file__, "vLLM Figs. 3 to 10",
     fig03, fig04, fig05, fig06, fig07, fig08, fig09, fig10,
     claim="blocks are mapped, grown, shared, copied when written and freed as the figures show",
-    here="prompts like the figures', in blocks of 4 tokens; the engine's scheduler and allocators",
+    here="prompts like the figures', in short blocks; the engine's scheduler and allocators",
     size=(15, 15),
 )  # fmt: skip
 

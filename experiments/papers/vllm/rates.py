@@ -35,7 +35,7 @@ class TraceFlags(Flags):
     sigma: float = flag(
         0.0, "sigma of the lengths; 0: the committed one of fig13_batched_requests", least=0, most=3
     )
-    host: str = flag("vllm", "a step's host time is this system's", choices=tuple(HOSTS))
+    host: str = flag("vllm", "system whose host time is in each step", choices=tuple(HOSTS))
     seed: int = flag(0, "of lengths and arrivals", least=0)
 
     def sigma_of(self, dataset: str) -> float:
@@ -190,7 +190,7 @@ def table(flags: RateFlags, points: Sequence[Point]) -> str:
     plain = [point for point in points if not point.change]
     numbers, panels = plain_values(plain, flags.latency_s), names(plain)
     lines = [
-        f"requests/s at {flags.latency_s:g} s/token, and vLLM's over this",
+        f"requests/s at {flags.latency_s:g} s/token, and how many times as many vLLM has",
         f"{'':18}" + "".join(f"{name:>18}" for name in panels),
     ]
     for policy in dict.fromkeys(point.policy for point in plain):

@@ -18,7 +18,7 @@ For generation, with N tokens including the newest, the threshold is alpha / N:
                 final precision, may be moved down or dropped
     repository  The least significant token of high precision outside the window, the candidate
                 included, may be moved down or dropped. A token that is moved down replaces low
-                precision's least significant token, if that is below alpha_l / N. A token's score
+                precision's least significant token, if that is below its threshold. A token's score
                 includes the probability of its own query
 
 With three precisions (§4, discussion; §5.3), a token's significance decides its precision. The

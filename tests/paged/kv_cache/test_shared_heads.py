@@ -18,7 +18,7 @@ def test_shards_share_a_head_where_there_are_fewer_heads(num_kv_heads, size, cop
 
 
 def test_nothing_travels_where_no_head_is_shared():
-    """Four shards here have a KV head each. A collective would fail, because there is no mesh."""
+    """Neither for one shard nor for four with a KV head each. Without a mesh a collective fails."""
     x = object()
     for shared in (ALONE, SharedHeads(num_shards=4)):
         assert all(f(x) is x for f in (shared.gather, shared.own, shared.largest))
