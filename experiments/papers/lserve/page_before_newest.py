@@ -188,16 +188,14 @@ def values(_: PageFlags, rows: Sequence[Row]) -> Values:
 
 
 def draw(flags: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    axes, systems = figure.subplots(), list(dict.fromkeys((r.interval, r.with_page) for r in rows))
-    for y, system in enumerate(systems):
-        at = [r.first_wrong for r in rows if (r.interval, r.with_page) == system]
-        at = [x for x in at if x >= 0]
-        axes.plot(at, np.full(len(at), y), "|", markersize=14)
-    labels = [f"{n}{', page before read' * page}" for n, page in systems]
-    axes.set(
-        xlabel="index of the first wrong token", ylabel="tokens of a selection",
-        yticks=range(len(systems)), yticklabels=labels, ylim=(-0.5, len(systems) - 0.5),
-    )  # fmt: skip
+    axes, numbers = figure.subplots(), values(flags, rows)
+    systems = dict.fromkeys((row.interval, row.with_page) for row in rows)
+    labels = [f"{n}{', page before the newest read' * page}" for n, page in systems]
+    bars = axes.barh(labels, [numbers[f"right_{name(*system)}"] or 0 for system in systems])
+    often = [numbers[f"often_{name(*system)}"] for system in systems]
+    texts = ["" if at is None else f"first error mostly at token {at:.0f}" for at in often]
+    axes.bar_label(bars, texts, padding=4, fontsize="small")
+    axes.set(xlabel="right answers (%)", ylabel="tokens of a selection")
 
 
 STUDY = Study(
