@@ -1,5 +1,6 @@
 import jax
 import numpy as np
+import pytest
 
 from experiments.papers.lserve import page_before_newest as study
 from models import llama, params
@@ -27,12 +28,25 @@ def test_the_masks_give_the_tokens_of_the_engine():
         [output] = engine.generate([prompt], SamplingParams(max_tokens=110, ignore_eos=True))
         answers.append(output.tokens)
         found = {
-            (n, page): tokens.tolist()
-            for n, page, tokens in study.answers(FLAGS, weights, MODEL, prompt, output.tokens)
+            (n, always): tokens.tolist()
+            for n, always, tokens in study.answers(FLAGS, weights, MODEL, prompt, output.tokens)
         }
-        assert found[interval, False] == output.tokens[1:]
-        assert found[2, True] != found[2, False]
+        assert found[interval, 0] == output.tokens[1:]
     assert answers[0] != answers[1] != answers[2] != answers[0], "the interval changes no token"
+
+
+def test_a_page_that_is_always_read_replaces_the_selected_page_of_lowest_score():
+    rng, count = np.random.default_rng(0), 4
+    scores, newest = rng.normal(size=(30, 2, 9)).astype(np.float32), rng.integers(4, 9, 30)
+    plain, *forced = (np.asarray(study.pages_read(scores, newest, count, n)) for n in study.READ)
+    for row, head in np.ndindex(plain.shape[:2]):
+        older = np.argsort(-scores[row, head, : newest[row]])
+        assert set(np.flatnonzero(plain[row, head])) == {newest[row], *older[: count - 1]}
+        for always, read in enumerate(forced, start=1):
+            page = newest[row] - always
+            others = [x for x in older if x != page]
+            expected = {newest[row], page, *others[: count - 2]}
+            assert set(np.flatnonzero(read[row, head])) == expected
 
 
 def test_rows_use_the_selection_of_the_last_multiple_or_of_the_first_row():
@@ -40,11 +54,33 @@ def test_rows_use_the_selection_of_the_last_multiple_or_of_the_first_row():
     assert study.sources(5, 3, 1).tolist() == [0, 1, 2]
 
 
-def test_values_are_of_each_system():
-    rows = [
-        study.Row(0, 2, False, 86), study.Row(1, 2, False, 86), study.Row(2, 2, False, 5),
-        study.Row(3, 2, False, -1), study.Row(0, 2, True, -1),
-    ]  # fmt: skip
-    assert study.values(FLAGS, rows) == {
-        "right_2": 25, "often_2": 86, "right_2_with_page": 100, "often_2_with_page": None,
+def _rows(interval: int, always: int, first_wrong: list[int]) -> list[study.Row]:
+    return [study.Row(2048, i, interval, always, at) for i, at in enumerate(first_wrong)]
+
+
+def test_the_claim_needs_the_page_and_not_the_control():
+    rows = _rows(1, 0, [-1] * 4) + _rows(2, 0, [86, 86, 5, -1])
+    page, control = _rows(2, 1, [-1] * 4), _rows(2, 2, [86, 86, -1, -1])
+    numbers = study.values(FLAGS, rows + page + control)
+    assert numbers == {
+        "right_2048_1": 100, "often_2048_1": None, "at_2048_1": None,
+        "right_2048_2": 25, "often_2048_2": pytest.approx(200 / 3), "at_2048_2": 86,
+        "right_2048_2_with_page": 100, "right_2048_2_with_control": 50,
     }  # fmt: skip
+    right = {name: x for name, x in numbers.items() if x is not None}
+    assert study.holds(right)
+    assert not study.holds(right | {"right_2048_2_with_page": 90})
+    assert not study.holds(right | {"right_2048_2_with_control": 98})
+    assert not study.holds(right | {"right_2048_2": 95})
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"intervals": (1, 3)}, "--intervals must divide 64"),
+        ({"budget": 4096}, "--budget is at most a prompt's"),
+    ],
+)
+def test_a_bad_flag_is_refused(fields, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        study.check(study.PageFlags(contexts=(512,), num_prompts=1, **fields))
