@@ -27,6 +27,7 @@ from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
 from experiments.lib.presets import padded
+from experiments.lib.program import refusals
 from experiments.lib.typed_flags import ModelFlags, flag
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import MATCHES, Problems, read_problems
@@ -210,7 +211,8 @@ def answered[F: AccuracyFlags](
         kept = {key: kept_answers.read(path) for key, path in paths.items()}
         before = ", answered before" * (None not in kept.values())
         print(f"{i} of {len(systems)}: {name}{before}", flush=True)
-        engine = None if before else load_engine(config, **loading(flags))
+        with refusals():
+            engine = None if before else load_engine(config, **loading(flags))
         if engine and flags.pad_steps:
             engine = padded(engine)
         found = Evaluation()

@@ -444,11 +444,16 @@ def main(argv: list[str]) -> str | None:
         parser.error(f"no chosen op has a spec {', '.join(sorted(unknown))}")
     if arguments.jobs is not None and arguments.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {arguments.jobs}")
+    if not arguments.minutes > 0:
+        parser.error(f"--minutes must be above 0, not {arguments.minutes:g}")
     gpu = backend.current_gpu()
     if gpu is None and not small:
         parser.error("JAX sees no GPU; --small tries the program without one")
     if arguments.output_dir:
-        folder = run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
+        try:
+            folder = run_record.check_output_dir(arguments.output_dir, "gpu_check.json")
+        except ValueError as error:
+            parser.error(str(error))
         if (folder / "gpu_check.json").exists() and not arguments.overwrite:
             parser.error(f"{folder} holds a gpu_check.json: --overwrite replaces it")
     most_sets = 2 if small else MAX_SETS

@@ -228,6 +228,8 @@ class PromptMaker:
         newlines = [
             i for i, piece in enumerate(self.filler[: -2 * context_length]) if piece == "\n"
         ]
+        if not newlines:
+            raise ValueError(f"no story has {context_length} tokens")
         start = newlines[rng.integers(0, len(newlines))] + 1
         # No space precedes the first word, so each of its characters is a token.
         length = context_length - len(self.filler[start]) + 1

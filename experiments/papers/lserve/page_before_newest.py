@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks import tasks
@@ -162,17 +163,26 @@ def check(flags: PageFlags) -> None:
         raise ValueError("--model must have neither sliding windows nor a soft cap of attention")
     if any(PAGE_SIZE % interval for interval in flags.intervals):
         raise ValueError(f"--intervals must divide {PAGE_SIZE}, the tokens of a page")
+    for name in ("intervals", "contexts"):
+        if len(set(each := getattr(flags, name))) < len(each):
+            raise ValueError(f"--{name} names a number twice: {', '.join(map(str, each))}")
+    if max(flags.contexts) > (most := config.max_position_embeddings):
+        raise ValueError(f"--contexts is at most the model's {most} positions")
     for context in flags.contexts:
         prompts = prompts_of(flags, context)
         pages = min(len(prompt) for prompt, _ in prompts) // PAGE_SIZE
         if flags.budget // PAGE_SIZE > pages:
-            raise ValueError(f"--budget is at most a prompt's {pages} whole pages of {PAGE_SIZE}")
+            raise ValueError(
+                f"prompts of --contexts={context} have {pages} whole pages of {PAGE_SIZE} tokens, "
+                f"fewer than --budget={flags.budget}"
+            )
         if min(len(answer) for _, answer in prompts) < 2:
             raise ValueError(f"answers of --task={flags.task} must have at least two tokens")
 
 
 def measure(flags: PageFlags, run: Run) -> Iterator[Row]:
-    config, params = checkpoint.load(flags.model)
+    with refusals():
+        config, params = checkpoint.load(flags.model)
     for context in flags.contexts:
         for i, (prompt, answer) in enumerate(tqdm(prompts_of(flags, context), f"{context}")):
             if run.stopped():

@@ -129,6 +129,8 @@ def test_a_check_that_hangs_fails_and_one_that_begins_late_is_left_out(monkeypat
         (["--op=attention"], "no op attention; allowed: paged_attention"),
         (["--small", "--spec=llama-9"], "no chosen op has a spec llama-9"),
         (["--small", "--jobs=-1"], "--jobs must be at least 1, not -1"),
+        (["--small", "--minutes=nan"], "--minutes must be above 0, not nan"),
+        (["--small", "--output_dir=/dev/null"], "--output_dir=/dev/null cannot be written to"),
     ],
 )
 def test_bad_flags_are_refused_before_any_work(flags, message, capsys):
