@@ -92,9 +92,8 @@ def save(folder: str | Path, config: ModelConfig, params, dtype=None) -> None:
 
     dtype: the file's dtype, one of `DTYPES`; by default the parameters' dtype.
 
-    Raises ValueError if no Hugging Face architecture computes this model, if a parameter's shape
-    differs from the declaration, or if a value is not finite or beyond
-    `dtype`'s range.
+    Raises ValueError if no Hugging Face architecture computes this model, if a parameter's
+    shape differs from the declaration, or if a value is not finite or beyond `dtype`'s range.
     """
     hf = to_hf(config)
     dtype = checked_dtype(params["embed"].dtype if dtype is None else dtype)
