@@ -216,7 +216,7 @@ def holds(v: Mapping[str, float]) -> bool:
     lost = [name for name, x in plain.items() if x <= alone[name.partition("_")[0]] - LOSS]
     return bool(lost) and all(
         right[f"{name}_with_page"] >= alone[name.partition("_")[0]] - NEAR
-        and right[f"{name}_with_control"] < right[f"{name}_with_page"] - NEAR
+        and right[f"{name}_with_control"] <= right[f"{name}_with_page"] - NEAR
         for name in lost
     )
 
