@@ -22,13 +22,16 @@ def prompt_chunks(
     # A prompt's last tile extends beyond the prompt. The rows beyond are masked or overwritten.
     beyond = ((0, max(tile, KEY_TILE)), (0, 0), (0, 0))
     queries, keys, values, sums = (jnp.pad(x, beyond) for x in (q, k, v, sums))
+    # Heads first and keys transposed, so that no product in the loops transposes its operands.
+    queries = jnp.moveaxis(queries.reshape(-1, K, G, D), 0, 2)
+    keys, values = keys.transpose(1, 2, 0), values.swapaxes(0, 1)
 
     def attend_tile(i, carry):
         out, sums = carry
         s = jnp.searchsorted(tiles_before, i, side="right")
         first_query, end_query = query_starts[s], query_starts[s + 1]
         start = first_query + (i - jnp.where(s > 0, tiles_before[s - 1], 0)) * tile
-        q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile).reshape(tile, K, G, D)
+        q_t = jax.lax.dynamic_slice_in_dim(queries, start, tile, 2).reshape(K, G * tile, D)
         # From here on, tokens are numbered by rows of keys.
         first, shift = key_starts[s], key_starts[s] + before[s] - first_query
         end, row = end_query + shift, start + shift + jnp.arange(tile)
@@ -42,9 +45,9 @@ def prompt_chunks(
             """(scores [K, G, tile, C], their mask [tile, C], the chunk's first token)"""
             at = first + j * KEY_TILE
             index = at + jnp.arange(KEY_TILE)
-            chunk = jax.lax.dynamic_slice_in_dim(keys, at, KEY_TILE)
-            products = jnp.einsum("tkgd,ckd->kgtc", q_t, chunk, preferred_element_type=jnp.float32)
-            scores, seen = products * scale, index <= row[:, None]
+            chunk = jax.lax.dynamic_slice_in_dim(keys, at, KEY_TILE, 2)
+            products = jnp.einsum("krd,kdc->krc", q_t, chunk, preferred_element_type=jnp.float32)
+            scores, seen = products.reshape(K, G, tile, -1) * scale, index <= row[:, None]
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
             if sliding_window is not None:
@@ -54,25 +57,23 @@ def prompt_chunks(
         def attend_chunk(j, state):
             acc, top, total = state
             scores, seen, at = read(j)
-            scores = jnp.where(seen, scores, NEG_INF)
+            scores = jnp.where(seen, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
-            probs = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
-            chunk = jax.lax.dynamic_slice_in_dim(values, at, KEY_TILE)
+            probs = jnp.exp(scores - new_top[..., None])
+            chunk = jax.lax.dynamic_slice_in_dim(values, at, KEY_TILE, 1)
             # Values of the next prompt may not be finite, and a weight of 0 would not remove them.
-            chunk = jnp.where((at + jnp.arange(KEY_TILE) < end)[:, None, None], chunk, 0)
-            new = jnp.einsum(
-                "kgtc,ckd->kgtd", probs.astype(chunk.dtype), chunk,
-                preferred_element_type=jnp.float32,
-            )  # fmt: skip
+            chunk = jnp.where((at + jnp.arange(KEY_TILE) < end)[:, None], chunk, 0)
+            weights = probs.astype(chunk.dtype).reshape(K, G * tile, -1)
+            new = jnp.einsum("krc,kcd->krd", weights, chunk, preferred_element_type=jnp.float32)
             decay = jnp.exp(top - new_top)
-            return acc * decay[..., None] + new, new_top, total * decay + probs.sum(-1)
+            acc = acc * decay[..., None] + new.reshape(acc.shape)
+            return acc, new_top, total * decay + probs.sum(-1)
 
         shape = K, G, tile
         nothing = jnp.zeros((*shape, D)), jnp.full(shape, NEG_INF), jnp.zeros(shape)
         acc, top, total = jax.lax.fori_loop(nearest, trips, attend_chunk, nothing)
-        tile_out = (acc / jnp.maximum(total, 1e-30)[..., None]).transpose(2, 0, 1, 3)
-        tile_out = tile_out.reshape(tile, H, D).astype(q.dtype)
-        out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, 0)
+        tile_out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+        out = jax.lax.dynamic_update_slice_in_dim(out, tile_out, start, 2)
         lse = top + jnp.log(total)
 
         def add_chunk(j, sums):
@@ -93,4 +94,5 @@ def prompt_chunks(
 
     sums = jnp.moveaxis(sums, 0, -1)
     out, sums = jax.lax.fori_loop(0, tiles_before[-1], attend_tile, (jnp.zeros_like(queries), sums))
-    return out[:T], jnp.moveaxis(sums[..., : len(k)], -1, 0)
+    out = jnp.moveaxis(out[:, :, :T], 2, 0).reshape(T, H, D)
+    return out, jnp.moveaxis(sums[..., : len(k)], -1, 0)
