@@ -96,10 +96,10 @@ class DiffKVLayout:
     @property
     def state_bytes(self) -> int:
         """Bytes of all arrays without pages: tables, counts of pages and tokens, `Found`, pointers,
-        thresholds, streaming flags, the stage and pinned prefixes."""
+        thresholds, the budget, streaming flags, the stage and pinned prefixes."""
         of_head = self.table_width + 2 * self.levels + 2 * (self.levels + 1)
         which_stream = self.all_heads if self.streaming else 0
-        state = 4 * (self.num_slots * self.all_heads * of_head + 2 + self.levels)
+        state = 4 * (self.num_slots * self.all_heads * of_head + 3 + self.levels)
         return which_stream + (1 + self.pins) * self.stage_bytes + state
 
     @property

@@ -14,15 +14,18 @@ from paged.kv_cache import POLICIES, diffkv, lserve
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import read_thresholds
 from paged.kv_cache.policy import ShardedModel
+from paged.tensor_parallel import Shards
 from tests.paged.kv_cache.lserve_oracle import masked_attend
 from tests.paged.kv_cache.policy_suite import (
     CASES,
     CATALOGUE,
     CROWD,
+    DIFFKV_COMPOSED_OPTIONS,
     DIFFKV_EXACT_OPTIONS,
     DIFFKV_EXACT_THREE_OPTIONS,
     DIFFKV_THREE_OPTIONS,
     Bench,
+    cache_bytes,
     compiled_step,
     drain,
     take_step,
@@ -193,6 +196,28 @@ def test_a_page_is_as_large_as_the_paper_says():
     assert [format.tokens for format in layout.formats] == [32, 59]
     assert layout.table_width == 2048 // 32 + 1
     assert layout.all_heads == 2 * 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"policy_options": DIFFKV_THREE_OPTIONS},
+        {"policy_options": DIFFKV_COMPOSED_OPTIONS},  # streaming heads and page selection
+        {
+            "policy_options": replace(DIFFKV_EXACT_OPTIONS, pins=2, prompt_tile=8),
+            "chunked_prefill": True,
+            "max_num_batched_tokens": 24,
+        },
+    ],
+)
+def test_a_layout_counts_all_bytes_of_its_cache(changes):
+    config = CASE.engine_config(**{"kv_cache_tokens": 1000} | changes)
+    model = replace(Shards(TINY, 1).sharded, dtype="float32")
+    total, _ = cache_bytes(POLICIES["diffkv"], config)
+    layout = layout_of(config, model)
+    pages = layout.num_pages * (layout.page_bytes + 4)  # 4: the entry in the free page list
+    assert total == layout.state_bytes + pages
 
 
 def test_bounds_are_of_the_shard_with_the_fewest_streaming_heads():
