@@ -197,7 +197,7 @@ def counted(of: Iterable[Row]) -> dict[str, int]:
 
 
 def summary_table(of: Sequence[Row], up: str) -> str:
-    """A line for each paper: its figures and tables by verdict.
+    """A line for each paper with figures or tables, by verdict.
 
     up: relative path from the page to the root.
     """
@@ -213,7 +213,8 @@ def summary_table(of: Sequence[Row], up: str) -> str:
             )
             for verdict in VERDICTS
         ]  # fmt: skip
-        lines.append(f"| [{name}]({up}docs/systems/{paper}.md) | {' | '.join(cells)} |")
+        if any(cells):
+            lines.append(f"| [{name}]({up}docs/systems/{paper}.md) | {' | '.join(cells)} |")
     if any(row.by_other_flags for row in of):
         lines += ["", STAR]
     return "\n".join(lines)

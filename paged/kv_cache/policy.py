@@ -116,6 +116,9 @@ class DevicePolicy(Protocol):
         `ModelConfig.attention` has the layer's scale, soft cap and window. If a device half does
         not support these, its policy's `check` must reject models without `plain_attention`.
 
+        A write after which XLA may still read the pool's old content copies the pool. So write
+        before reading, or put `optimization_barrier` between the reads and the write.
+
         Padding tokens (`inputs.token_rows` is S) write nothing. Scatters promise XLA distinct
         indices, so each padding token has its own index beyond the pool."""
         ...

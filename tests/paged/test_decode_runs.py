@@ -11,7 +11,8 @@ from experiments import serve
 from experiments.workloads.workloads import Request
 from paged.config import EngineConfig
 from paged.engine import Engine
-from paged.kv_cache import POLICIES
+from paged.kv_cache import POLICIES, policy_of
+from paged.kv_cache.capabilities import Capabilities
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
@@ -27,11 +28,15 @@ OPTIONS = {
 }  # fmt: skip
 
 
+def capabilities_of(policy: str) -> Capabilities:
+    return EngineConfig(policy=policy, page_size=8, policy_options=OPTIONS.get(policy)).capabilities
+
+
 def config_of(policy: str, tokens: int, **fields) -> EngineConfig:
-    if policy in ("diffkv", TOVA):
+    can = capabilities_of(policy)
+    if not can.chunked_prefill or can.staged_tile:
         fields |= {"chunked_prefill": False, "max_num_batched_tokens": 128}
-    if policy != "vllm":
-        fields["prefix_caching"] = False
+    fields["prefix_caching"] = can.prefix_cache and fields.get("prefix_caching", False)
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
     return EngineConfig(
         policy=policy, kv_cache_tokens=tokens, page_size=8,
@@ -62,21 +67,18 @@ def served(config: EngineConfig, cost, requests, sampling, *, skip: bool, adapte
 @st.composite
 def runs(draw, policy: str):
     """(configuration, cost of a step, requests, their sampling parameters, number of adapters)."""
+    can = capabilities_of(policy)
     fields = {
         "run_ahead": draw(st.booleans()),
         "prefix_caching": draw(st.booleans()),
-        "preemption_mode": draw(st.sampled_from(["auto", "recompute"])),
+        "preemption_mode": draw(st.sampled_from(["auto", *["recompute"] * can.recompute])),
         "max_num_seqs": draw(st.sampled_from([4, 8])),
     }
-    reserves = policy.startswith("orca") or policy == "fastertransformer"
-    if reserves:
-        fields["preemption_mode"] = "auto"
-    cannot_fork = reserves or policy == TOVA
     adapters = draw(st.sampled_from([0, 0, 3]))
     if adapters:
         fields["adapter_slots"] = 2
     tokens = draw(st.sampled_from([352, 480, 2000])) + 800 * (policy in ("diffkv", "lserve"))
-    kind = draw(st.sampled_from(["one", "one", "parallel", "beam"])) if not cannot_fork else "one"
+    kind = draw(st.sampled_from(["one", "one", *["parallel", "beam"] * (can.fork != "no")]))
     sampling = SamplingParams()
     if kind == "parallel":
         sampling = SamplingParams(temperature=1.0, n=3)
@@ -93,7 +95,7 @@ def runs(draw, policy: str):
         )
         for arrival in np.cumsum(gaps)
     ]  # fmt: skip
-    if policy == TOVA or draw(st.booleans()):
+    if policy_of(policy).layout is None or draw(st.booleans()):
         cost: object = LinearCost(1e-3, 1e-5, 3e-6)
     else:
         cost = StepCost.declare(TINY, config, "a100-40")

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ from tests.paged.kv_cache.policy_suite import (
     cache_bytes,
     cases_outside,
     check_empty,
+    compiled_step,
     drain,
     registered,
     take_step,
@@ -95,6 +97,23 @@ def test_sizes_are_those_of_the_host_half(case):
     assert (sizes.pools, sizes.table_width) == (host.pools, host.table_width)
     for asked in itertools.product(range(1, config.max_model_len + 1), range(1, 9)):
         assert sizes.fits(*asked) == host.fits(*asked), asked
+
+
+@pytest.mark.slow
+@by_policy
+def test_a_step_copies_no_pool(tiny_params, case):
+    """A program that copied the largest array of the cache would need as much temporary memory."""
+    if case.policy in (POLICIES["lserve"], POLICIES["diffkv"]):
+        pytest.skip("stricter tests of their own")
+    config = case.engine_config(
+        max_num_seqs=4, max_num_batched_tokens=256, max_model_len=256, kv_cache_tokens=65536,
+        multi_step=1,
+    )  # fmt: skip
+    model = ShardedModel.split(TINY)
+    device = case.policy.device(config, model, None)
+    width = case.policy.sizes(config, model).table_width
+    cache, _, temporary = compiled_step(tiny_params, device, width, Tp=64, Sd=4, multi_step=1)
+    assert temporary < max(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) / 2
 
 
 @by_policy
