@@ -94,7 +94,7 @@ class Row:
     logprob: log-probability of the reference answers, per token.
     divergence: KL divergence of next-token distributions from `reference`'s, in nats per token.
     kv_memory_fraction, high, low, top, kv_read_fraction: means of the fields of `kv_held.Held`. The
-        baseline has 16 bits, whatever the run's dtype. None if the policy's layout has no
+        baseline's keys and values have 16 bits. A field is None if the policy's layout has no
         `stored`; kv_read_fraction also if no step generated.
     """
 

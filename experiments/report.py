@@ -197,7 +197,7 @@ def counted(of: Iterable[Row]) -> dict[str, int]:
 
 
 def summary_table(of: Sequence[Row], up: str) -> str:
-    """A line for each paper with figures or tables, by verdict.
+    """A line for each paper that has figures or tables: these, by verdict.
 
     up: relative path from the page to the root.
     """

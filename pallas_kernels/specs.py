@@ -142,7 +142,7 @@ class Spec:
         if self.compare is not None:
             return self.compare(arguments, found)
         expected = self.results(arguments, reference(self.op, self.options, arguments))
-        with np.errstate(invalid="ignore"):  # infinities that are equal
+        with np.errstate(invalid="ignore"):  # equal infinities do not differ
             differences = [
                 np.where(f == e, 0, abs(np.subtract(f, e, dtype=np.float32)))
                 for f, e in zip(found, expected)

@@ -116,8 +116,8 @@ class DevicePolicy(Protocol):
         `ModelConfig.attention` has the layer's scale, soft cap and window. If a device half does
         not support these, its policy's `check` must reject models without `plain_attention`.
 
-        A write after which XLA may still read the pool's old content copies the pool. So write
-        before reading, or put `optimization_barrier` between the reads and the write.
+        XLA copies a pool if it may read the old content after the write. So write first; or pass
+        the values read, and the pool, through one `optimization_barrier`, and write to the result.
 
         Padding tokens (`inputs.token_rows` is S) write nothing. Scatters promise XLA distinct
         indices, so each padding token has its own index beyond the pool."""

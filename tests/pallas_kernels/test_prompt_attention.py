@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.prompt_attention import plan_prompt_attention, prompt_attention, prompt_sm90
+from pallas_kernels.prompt_attention import (
+    plan_prompt_attention,
+    prompt_attention,
+    prompt_chunk_attention,
+    prompt_sm90,
+)
 from tests.pallas_kernels.interpreted import run as run_op
 
 D, K, G = 32, 2, 3
@@ -139,6 +144,33 @@ def test_a_prompt_that_is_not_finite_reaches_no_other(implementation, which):
     for prompt in (slice(0, 70), slice(90, 150)):
         np.testing.assert_array_equal(harmed[prompt], out[prompt])
         np.testing.assert_array_equal(harmed_sums[prompt], sums[prompt])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 9},  # the first tile of keys is masked for the last rows of a tile
+        {"sliding_window": 130, "soft_cap": 3.0, "own": True, "by_head": True, "last_rows": 70},
+    ],
+)
+def test_chunks_are_near_reference(options):
+    """Chunks of four prompts: the first tokens, later tokens, none, and the last tokens. Keys
+    follow in other rows than queries; rows beyond the prompts hold NaN."""
+    rng, starts, T, U = np.random.default_rng(6), [0, 150, 250, 250, 257], 260, 700
+    key_starts, before = [0, 150, 420, 430], [0, 170, 0, 201]
+    q, k, v = (rng.normal(size=(n, h, D)) for n, h in ((T, K * G), (U, K), (U, K)))
+    k[638:], v[638:] = np.nan, np.nan
+    sums = rng.random((U, K, G if options.get("by_head") else 1))
+    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    integers = [jnp.array(x, jnp.int32) for x in (starts, key_starts, before, [400, 270, 5, 208])]
+    sums = jnp.asarray(sums, jnp.float32)
+    (out, found), (expected, expected_sums) = (
+        run_op(prompt_chunk_attention, *arrays, *integers, sums, **options, implementation=each)
+        for each in ("xla", "reference")
+    )
+    np.testing.assert_allclose(out[:257], expected[:257], atol=2e-5)
+    np.testing.assert_allclose(found[:638], expected_sums[:638], atol=2e-5)
 
 
 def test_arguments_that_do_not_fit_are_refused():

@@ -1,6 +1,6 @@
 """KV-cache policies as cases of the shared suite, and engines that run them.
 
-A policy joins the suite with a line in CASES. A policy outside of the tree joins it by environment
+A policy joins the suite with a line in CASES, or, from outside of the tree too, by environment
 variables: SUITE_POLICY names it as --policy does, and SUITE_CONFIG is the JSON of the fields of its
 EngineConfig that differ from CONFIG.
 """
