@@ -40,9 +40,12 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "duo_attention": ("duo_attention", "--lserve_gates=duo_gates.json", "--kv_dtype=float16"),
     "diffkv": ("diffkv",),
     "diffkv_streaming": ("diffkv", "diffkv_streaming"),
-    "diffkv_selected": ("diffkv", "diffkv_selected"),
-    "diffkv_streaming_selected": ("diffkv", "diffkv_streaming", "diffkv_selected"),
-}
+    # Key extremes have 16 bits.
+    "diffkv_selected": ("diffkv", "diffkv_selected", "--kv_dtype=float16"),
+    "diffkv_streaming_selected": (
+        "diffkv", "diffkv_streaming", "diffkv_selected", "--kv_dtype=float16",
+    ),
+}  # fmt: skip
 SYSTEMS |= {n: ("diffkv", n) for n in ("kv_int8", "kv_int4", "h2o", "snapkv", "kivi", "qaq")}
 # Flags in flag files that the study's own flags replace.
 _OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
