@@ -219,7 +219,7 @@ def test_every_system_of_the_flag_files_is_read():
     assert found["quest"].policy_options.select_per == "query_head"
     selected = found["diffkv_streaming_selected"]
     assert (selected.policy_options.read_pages, selected.policy_options.streaming_share) == (
-        32,
+        48,
         0.5,
     )
     assert selected.policy_options.gates == found["lserve"].policy_options.gates != ()
