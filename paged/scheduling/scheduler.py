@@ -228,10 +228,14 @@ class Scheduler:
             self.returning.discard(group)
         return True
 
-    def _add_prefills(self, slots: np.ndarray, room: PrefillRoom) -> None:
-        """Add the next chunk of each of `slots` that has more than one token to prefill."""
+    def _prefilling(self, slots: np.ndarray) -> np.ndarray:
+        """The `slots` with more than one token to prefill."""
+        return slots[(self.slots.prefill_left(slots) > 0) & ~self.slots.held[slots]]
+
+    def _add_prefills(self, prefilling: np.ndarray, room: PrefillRoom) -> None:
+        """Add the next chunk of each of the slots `prefilling`."""
         s = self.slots
-        for slot in slots[(s.prefill_left(slots) > 0) & ~s.held[slots]].tolist():
+        for slot in prefilling.tolist():
             start = int(s.computed[slot])
             left = int(min(s.length[slot], s.prefill[slot])) - start
             # A decode row computes the last token, so that all beams sample in the same step.
@@ -253,10 +257,10 @@ class Scheduler:
 
         budget = self.config.max_num_batched_tokens - len(decodes)
         budget -= self._children.forks_of(decodes)
-        running = self.running_slots()
-        begun = (s.prefill_left(running) > 0) & (s.computed[running] > 0) & ~s.held[running]
+        prefilling = self._prefilling(self.running_slots())
+        begun = s.computed[prefilling] > 0
         room = PrefillRoom(self.config, budget, in_chunks=bool(begun.any()))
-        self._add_prefills(running, room)
+        self._add_prefills(prefilling, room)
 
         admitted, refused = list[SequenceGroup](), None
         # A step that preempts admits no group, which would take the blocks just freed.
@@ -284,7 +288,7 @@ class Scheduler:
         """Add prefill rows of a group just admitted. Returns its slots that decode in this step."""
         s = self.slots
         slots = np.array([sequence.slot for sequence in group.unfinished], np.int64)
-        self._add_prefills(slots, room)
+        self._add_prefills(self._prefilling(slots), room)
         ready = self._ready(slots)
         rows = len(ready) + self._children.forks_of(ready)
         if rows > room.budget:
