@@ -88,11 +88,12 @@ def test_all_sizes_of_steps_are_compiled_by_warm_up(tiny_params, check_greedy):
     engine = _engine(tiny_params, max_num_seqs=2, multi_step=2, kv_cache_tokens=1008)
     engine.warm_up(progress=False)
     assert engine.metrics.compilations_warmup >= len(engine.loop._buckets.shapes())
-    for output in engine.generate(_prompts(7), GREEDY):
-        check_greedy(output)
+    outputs = engine.generate(_prompts(7), GREEDY)
     engine.generate([[5, 6]], SamplingParams(temperature=1.0, top_k=3, top_p=0.5))
     engine.generate([[5, 6]], SamplingParams(repetition_penalty=1.5, logprobs=2, prompt_logprobs=2))
     assert engine.metrics.compilations_after_warmup == 0
+    for output in outputs:  # the oracle may compile a program of its own
+        check_greedy(output)
 
 
 def test_forked_blocks_are_copied_on_the_device(tiny_params):
