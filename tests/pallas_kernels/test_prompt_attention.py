@@ -161,10 +161,9 @@ def test_chunks_are_near_reference(options):
     key_starts, before = [0, 150, 420, 430], [0, 170, 0, 201]
     q, k, v = (rng.normal(size=(n, h, D)) for n, h in ((T, K * G), (U, K), (U, K)))
     k[638:], v[638:] = np.nan, np.nan
-    sums = rng.random((U, K, G if options.get("by_head") else 1))
+    sums = jnp.asarray(rng.random((U, K, G if options.get("by_head") else 1)), jnp.float32)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
     integers = [jnp.array(x, jnp.int32) for x in (starts, key_starts, before, [400, 270, 5, 208])]
-    sums = jnp.asarray(sums, jnp.float32)
     (out, found), (expected, expected_sums) = (
         run_op(prompt_chunk_attention, *arrays, *integers, sums, **options, implementation=each)
         for each in ("xla", "reference")
