@@ -1,6 +1,7 @@
 """The device's inputs of one step: padded arrays of declared sizes."""
 
 import functools
+import itertools
 import math
 
 import flax.struct
@@ -67,14 +68,14 @@ class StepInputs:
 
 
 @functools.lru_cache(maxsize=256)
-def step_shapes(
+def step_layout(
     Tp: int, Sd: int, prefill_rows: int, table_width: int, adapters: bool = False
-) -> dict[str, tuple]:
-    """The shape of each array of a step, in the order in which they are packed."""
+) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """The place of each array in the packed inputs of a step, and its shape."""
     Sp = prefill_rows if Tp else 0
     T, S = Tp + Sd, Sp + Sd
     segments = (S if adapters else 0,)
-    return {
+    shapes = {
         "tokens": (T,),
         "positions": (T,),
         "token_rows": (T,),
@@ -92,15 +93,14 @@ def step_shapes(
         "segment_ends": segments,
         "num_segments": (1 if adapters else 0,),
     }
+    ends = itertools.accumulate(map(math.prod, shapes.values()))
+    starts = itertools.pairwise([0, *ends])
+    return {name: (slice(*at), shapes[name]) for name, at in zip(shapes, starts, strict=True)}
 
 
-def unpack(packed, shapes: dict[str, tuple]) -> StepInputs:
+def unpack(packed, layout: dict[str, tuple[slice, tuple[int, ...]]]) -> StepInputs:
     """Split packed [n] into the arrays that it concatenates; on the host they are views."""
-    arrays, at = {}, 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        arrays[name] = packed[at : at + size].reshape(shape)
-        at += size
+    arrays = {name: packed[place].reshape(shape) for name, (place, shape) in layout.items()}
     return StepInputs(**arrays, packed=packed if isinstance(packed, np.ndarray) else None)
 
 
@@ -108,9 +108,9 @@ def unpack(packed, shapes: dict[str, tuple]) -> StepInputs:
 def _padding(
     Tp: int, Sd: int, prefill_rows: int, num_slots: int, table_width: int, adapters: bool
 ) -> np.ndarray:
-    shapes = step_shapes(Tp, Sd, prefill_rows, table_width, adapters)
-    packed = np.zeros(sum(map(math.prod, shapes.values())), np.int32)
-    inputs = unpack(packed, shapes)
+    layout = step_layout(Tp, Sd, prefill_rows, table_width, adapters)
+    packed = np.zeros(max(place.stop for place, _ in layout.values()), np.int32)
+    inputs = unpack(packed, layout)
     inputs.token_rows[:] = len(inputs.lengths)
     inputs.slots[:] = num_slots
     inputs.prompt_targets[:] = -1
@@ -123,4 +123,4 @@ def empty_step_inputs(
 ) -> StepInputs:
     """Inputs of a step that has only padding."""
     padding = _padding(Tp, Sd, prefill_rows, num_slots, table_width, adapters)
-    return unpack(padding.copy(), step_shapes(Tp, Sd, prefill_rows, table_width, adapters))
+    return unpack(padding.copy(), step_layout(Tp, Sd, prefill_rows, table_width, adapters))

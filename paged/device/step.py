@@ -24,7 +24,7 @@ from paged.config import EngineConfig
 from paged.kv_cache import policy_of
 from paged.kv_cache.moves import Pool
 from paged.kv_cache.policy import DevicePolicy
-from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_shapes, unpack
+from paged.step_inputs import FROM_DEVICE, StepInputs, empty_step_inputs, step_layout, unpack
 from paged.tensor_parallel import REPLICATED, SPLIT, Shards, shared
 
 CACHED_LAYER_BYTES = 2**22  # weights of a layer that a CPU's caches hold
@@ -247,10 +247,10 @@ class StepProgram:
 
     def _jit_of(self, shape: tuple[int, int], of_params, of_adapters) -> jax.stages.Wrapped:
         pool = self.adapters
-        shapes = step_shapes(*shape, self.prefill_rows, self.table_width, pool is not None)
+        layout = step_layout(*shape, self.prefill_rows, self.table_width, pool is not None)
 
         def run(params, adapters, cache, state, packed):
-            inputs = unpack(packed, shapes)
+            inputs = unpack(packed, layout)
             hook = pool.hook(self.shards.model, adapters, inputs) if pool else None
             cache, state, outputs = step(
                 params, cache, state, inputs, self.shards.model, self.policy, self.multi_step, hook,
