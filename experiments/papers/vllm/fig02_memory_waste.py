@@ -2,16 +2,19 @@
 
     python -m experiments.papers.vllm.fig02_memory_waste
 
-OPT-13B serves ShareGPT's lengths at Fig. 13's rate (§6.2), under vLLM's policy and the three Orca
-policies of paged/kv_cache/orca.py. Shares are ratios of means over steps, by step duration.
+OPT-13B serves the lengths of ShareGPT and of Alpaca at Fig. 13's rates (§6.2), under vLLM's policy
+and the policies of paged/kv_cache/orca.py. The paper's figure has vLLM and the three Orcas, and
+names no dataset; its shares stand beside ShareGPT's. Shares are ratios of means over steps, by step
+duration.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from experiments import serve
 from experiments.lib import report
@@ -19,7 +22,7 @@ from experiments.lib.plots import MEMORY_COLOURS
 from experiments.lib.typed_flags import flag
 from experiments.papers.vllm import opt
 from experiments.papers.vllm.fig13_batched_requests import RATES
-from experiments.papers.vllm.opt import Case
+from experiments.papers.vllm.opt import POLICIES, Case
 from experiments.papers.vllm.rates import TraceFlags
 from experiments.study import Run, Setting, Study, Values, jobs_flag
 
@@ -35,7 +38,10 @@ PAPER = {
 
 @dataclass(frozen=True)
 class WasteFlags(TraceFlags):
-    duration_s: float = flag(3600.0, "seconds of arrivals; an hour is the paper's", least=1)
+    sharegpt_s: float = flag(
+        3600.0, "seconds of ShareGPT's arrivals; an hour is the paper's", least=1
+    )
+    alpaca_s: float = flag(600.0, "seconds of Alpaca's arrivals", least=1)
     jobs: int = jobs_flag()
 
 
@@ -48,6 +54,7 @@ class Row:
     batch: running requests.
     """
 
+    dataset: str
     policy: str
     token_states: float
     reserved: float
@@ -65,37 +72,62 @@ def serve_case(case: Case) -> Row:
     memory = measured["kv_memory"]
     shares = {name: memory[f"{name}_fraction"] for name in report.MEMORY}
     return Row(
-        policy=case.policy, used=memory["allocated_fraction"],
+        dataset=case.dataset, policy=case.policy, used=memory["allocated_fraction"],
         batch=measured["batch"]["mean_running"], **shares,
     )  # fmt: skip
 
 
 def measure(flags: WasteFlags, run: Run) -> Iterator[Row]:
-    of = partial(
-        Case, "13b", "sharegpt", rate=RATES["sharegpt"], duration_s=flags.duration_s,
-        sigma=flags.sigma_of("sharegpt"), seed=flags.seed, host=flags.host,
-    )  # fmt: skip
-    yield from run.at_once(serve_case, [of(policy=policy) for policy in PAPER], flags.jobs)
+    cases = [
+        Case(
+            "13b", dataset, policy, rate, flags.sigma_of(dataset),
+            getattr(flags, f"{dataset}_s"), flags.seed, flags.host,
+        )
+        for dataset, rate in RATES.items()
+        for policy in POLICIES
+    ]  # fmt: skip
+    yield from run.at_once(serve_case, cases, flags.jobs)
 
 
 def values(_: WasteFlags, rows: Sequence[Row]) -> Values:
+    """Fields of Row by policy. Names of Alpaca's have a suffix."""
     names = (*report.MEMORY, "used", "batch")
-    return {f"{name}_{row.policy}": getattr(row, name) for row in rows for name in names}
+    return {
+        f"{name}_{row.policy}" + ("_alpaca" if row.dataset == "alpaca" else ""): getattr(row, name)
+        for row in rows
+        for name in names
+    }
 
 
 def draw(_: WasteFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    axes, places = figure.subplots(), np.arange(len(rows))
+    panels = figure.subplots(1, len(RATES), sharey=True)
+    for axes, dataset in zip(panels, RATES):
+        _draw_dataset(axes, [row for row in rows if row.dataset == dataset])
+        axes.set_title(f"{dataset}, {RATES[dataset]:g} requests/s", loc="left", fontsize="medium")
+    panels[0].set(ylabel="share of the memory in use (hatched: paper)")
+    colours = list(MEMORY_COLOURS.items())[: len(report.MEMORY)]
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in colours],
+        frameon=False, ncols=4, fontsize="small", loc="outside lower center",
+    )  # fmt: skip
+
+
+def _draw_dataset(axes: Axes, rows: Sequence[Row]) -> None:
+    """Bars of the shares, for ShareGPT beside the paper's."""
     ours = [[getattr(row, name) for name in report.MEMORY] for row in rows]
-    paper = [np.divide(PAPER[row.policy], 100) for row in rows]
-    for at, shares, hatch in ((places - 0.2, ours, None), (places + 0.2, paper, "//")):
-        bottom = np.zeros(len(rows))
-        for heights, colour in zip(np.transpose(shares), MEMORY_COLOURS.values()):
-            axes.bar(at, heights, 0.38, bottom, color=colour, hatch=hatch, edgecolor="white")
-            bottom += heights
-    axes.set_xticks(places, [row.policy for row in rows])
-    axes.set(ylabel="share of the memory in use (hatched: paper)")
-    axes.legend(list(MEMORY_COLOURS)[: len(report.MEMORY)], frameon=False, ncols=4,
-                fontsize="small", loc="lower right", bbox_to_anchor=(1, 1))  # fmt: skip
+    known = [i for i, row in enumerate(rows) if row.dataset == "sharegpt" and row.policy in PAPER]
+    aside = 0.2 if known else 0.0
+    _stack(axes, np.arange(len(rows)) - aside, ours)
+    paper = [[share / 100 for share in PAPER[rows[i].policy]] for i in known]
+    _stack(axes, np.array(known) + aside, paper, hatch="//")
+    axes.set_xticks(range(len(rows)), [row.policy for row in rows], rotation=20)
+
+
+def _stack(axes: Axes, places, shares: Sequence[Sequence[float]], hatch: str | None = None) -> None:
+    bottom = np.zeros(len(places))
+    for heights, colour in zip(np.transpose(shares), MEMORY_COLOURS.values()):
+        axes.bar(places, heights, 0.38, bottom, color=colour, hatch=hatch, edgecolor="white")
+        bottom += heights
 
 
 STUDY = Study(
@@ -108,7 +140,8 @@ STUDY = Study(
     holds=lambda v: v["token_states_vllm"] >= 0.96
     and all(v[f"token_states_{policy}"] < 0.48 for policy in PAPER if policy != "vllm"),
     setting=Setting(
-        f"{opt.setting('13b', 'vllm')}; ShareGPT at {RATES['sharegpt']:g} requests/s for an hour",
+        f"{opt.setting('13b', 'vllm')}; ShareGPT at {RATES['sharegpt']:g} requests/s for an hour, "
+        f"Alpaca at {RATES['alpaca']:g} for ten minutes",
         "lengths are log-normal, with a sigma calibrated on Fig. 13's Orca (Oracle); the paper's "
         "external fragmentation includes others",
         "paper",
@@ -119,9 +152,9 @@ STUDY = Study(
     paper={f"{name}_{policy}": share / 100 for policy, shares in PAPER.items()
            for name, share in zip(report.MEMORY, shares) if share},
     draw=draw,
-    quick={"duration_s": 120.0},
-    minutes=(0.3, 2),
-    size=(7, 4.2),
+    quick={"sharegpt_s": 120.0, "alpaca_s": 20.0},
+    minutes=(0.5, 3),
+    size=(10, 4.2),
 )  # fmt: skip
 
 if __name__ == "__main__":

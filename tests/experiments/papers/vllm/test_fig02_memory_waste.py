@@ -4,6 +4,7 @@ import pytest
 
 from experiments.papers.vllm.fig02_memory_waste import PAPER, STUDY, WasteFlags, serve_case, values
 from experiments.papers.vllm.opt import Case
+from experiments.workloads.synthetic_lengths import PUBLISHED_MEANS
 
 
 def test_systems_waste_memory_in_the_papers_order():
@@ -16,6 +17,13 @@ def test_systems_waste_memory_in_the_papers_order():
     assert by_policy["orca_oracle"].internal == 0 < by_policy["orca_pow2"].internal
     assert by_policy["vllm"].external == 0 and by_policy["vllm"].reserved < 0.01
     assert set(STUDY.paper) <= set(values(WasteFlags(), rows))
+
+
+def test_short_requests_waste_more_of_a_long_reservation():
+    of = [serve_case(Case("13b", data, "orca_max", 2.0, 0.8, 30.0)) for data in PUBLISHED_MEANS]
+    by_dataset = {row.dataset: row for row in of}
+    assert by_dataset["alpaca"].internal > by_dataset["sharegpt"].internal
+    assert not set(values(WasteFlags(), of[:1])) & set(values(WasteFlags(), of[1:]))
 
 
 def test_the_papers_shares_are_whole():
