@@ -5,7 +5,9 @@
 The program serves requests with the lengths of Alpaca and ShareGPT, by parallel sampling and by
 beam search of several sizes. The lengths are synthetic, with the published means; the texts are
 made-up stories. As in the paper, the saving of a step is the number of blocks saved by sharing over
-the number of blocks without sharing. The saving of a case is the mean over its steps.
+the number of blocks without sharing. The saving of a case is the mean over its steps. Further
+columns of the rows explain the savings: the saving of blocks of one token, the share of prompts in
+the KV memory without sharing, and the length of the end that not all sequences of a request share.
 
 --length_scale below 1 shortens all lengths for a quick run. --page_size needs the same factor,
 because otherwise too few prompts fill a block. The program also writes genealogies.jsonl, with a
@@ -19,7 +21,7 @@ the beams before the step. Before the first step there is one beam.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -32,7 +34,7 @@ from experiments.lib import run_record
 from experiments.lib.engines import EXECUTORS, engine_config, load_engine
 from experiments.lib.flags import loading
 from experiments.lib.typed_flags import ModelFlags, flag
-from experiments.papers.vllm.genealogies import genealogies, word
+from experiments.papers.vllm.genealogies import Sharing, genealogies, sharing, word
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks import stories
 from experiments.workloads import synthetic_lengths
@@ -86,12 +88,22 @@ class Row:
     """One case: a dataset, a method and a number of sequences.
 
     saving: mean saving over the steps, a fraction.
+    pooled: the saving of the blocks of all steps together, in which full steps count more.
+    one_token: `pooled` if blocks held one token.
+    prompt_share: share of prompts in the tokens without sharing.
+    length_tokens: tokens of a sequence, mean over the steps of all requests.
+    unshared_tokens: those after the last token that all sequences share.
     """
 
     dataset: str
     method: str
     sequences: int
     saving: float
+    pooled: float
+    one_token: float
+    prompt_share: float
+    length_tokens: float
+    unshared_tokens: float
     mean_prompt_tokens: float
     mean_output_tokens: float
     steps: int
@@ -132,14 +144,15 @@ def how_to_sample(method: str, sequences: int) -> SamplingParams:
     return SamplingParams(n=sequences, temperature=1.0)
 
 
-def mean_saving(steps: Iterable[StepRecord], capacity: int) -> float:
-    """Mean saving over the steps with blocks in use.
+def savings(steps: Iterable[StepRecord], capacity: int) -> tuple[float, float]:
+    """Mean saving over the steps with blocks in use, and the saving of all their blocks together.
 
     capacity: slots of the KV cache, in tokens. All slots of a used block are in use, as in `Usage`.
     """
     pairs = [(step.kv_shared, capacity - step.kv_free) for step in steps]
     shared, used = np.array([pair for pair in pairs if pair[1]], np.float64).T
-    return float((shared / (shared + used)).mean())
+    whole = shared + used
+    return float((shared / whole).mean()), float(shared.sum() / whole.sum())
 
 
 def run_case(
@@ -153,11 +166,23 @@ def run_case(
     trees = [
         {"dataset": dataset, "width": sequences, **tree} for tree in genealogies(engine.events)
     ]
+    if method == "beam":
+        each = [sharing(tree["prompt_tokens"], tree["parents"]) for tree in trees]
+    else:
+        kept = list(range(sequences))
+        each = [sharing(len(r.prompt), [kept] * (r.max_tokens - 1), sequences) for r in requests]
+    of_all = {f.name: np.concatenate([getattr(s, f.name) for s in each]) for f in fields(Sharing)}
+    mean, pooled = savings(engine.metrics.steps, (config.num_blocks - 1) * config.page_size)
     row = Row(
         dataset=dataset,
         method=method,
         sequences=sequences,
-        saving=mean_saving(engine.metrics.steps, (config.num_blocks - 1) * config.page_size),
+        saving=mean,
+        pooled=pooled,
+        one_token=float(1 - of_all["distinct"].sum() / of_all["logical"].sum()),
+        prompt_share=float(of_all["prompt"].sum() / of_all["logical"].sum()),
+        length_tokens=float(of_all["length"].mean()),
+        unshared_tokens=float(of_all["unshared"].mean()),
         mean_prompt_tokens=float(np.mean([len(request.prompt) for request in requests])),
         mean_output_tokens=float(np.mean([request.max_tokens for request in requests])),
         steps=len(engine.metrics.steps),

@@ -1,8 +1,11 @@
-"""The parents of beams, read from an event log or in the notation of genealogies.jsonl."""
+"""The parents of beams, and the tokens that sequences of these parents share at best."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 DIGITS = string.digits + string.ascii_lowercase
 
@@ -32,3 +35,40 @@ def word(parents: Sequence[int]) -> str:
 def parents_of(words: str) -> list[list[int]]:
     """The parents of each step, from genealogies.jsonl."""
     return [[DIGITS.index(digit) for digit in of_step] for of_step in words.split()]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Tokens of a request after its prompt and after each token, [steps].
+
+    length: of one sequence.
+    logical: of all sequences, without sharing.
+    distinct: of all sequences, shared in blocks of one token.
+    prompt: of all copies of the prompt.
+    unshared: of one sequence after the last token that all sequences share.
+    """
+
+    length: np.ndarray
+    logical: np.ndarray
+    distinct: np.ndarray
+    prompt: np.ndarray
+    unshared: np.ndarray
+
+
+def sharing(prompt_tokens: int, parents: Sequence[Sequence[int]], first: int = 1) -> Sharing:
+    """The sharing of a request.
+
+    parents: the parents of each step, as `parents_of` returns them.
+    first: number of sequences before the first step.
+    """
+    paths = np.zeros((first, 0), np.int64)  # numbers of output tokens; a shared token has one
+    prompts, numbered = first * prompt_tokens, 0
+    rows = [(prompt_tokens, prompts, prompt_tokens, prompts, 0)]
+    for of_step in parents:
+        count = len(of_step)
+        paths = np.column_stack([paths[list(of_step)], np.arange(numbered, numbered + count)])
+        numbered += count
+        length, distinct = prompt_tokens + paths.shape[1], prompt_tokens + len(np.unique(paths))
+        unshared = int((paths != paths[0]).any(axis=0).sum())
+        rows.append((length, count * length, distinct, count * prompt_tokens, unshared))
+    return Sharing(*np.array(rows, np.int64).T)

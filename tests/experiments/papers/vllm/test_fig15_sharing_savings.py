@@ -6,8 +6,11 @@ import re
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experiments.papers.vllm import fig15_sharing_savings as sharing_savings
+from experiments.papers.vllm import genealogies
 from experiments.papers.vllm.fig15_sharing_savings import SharingFlags
 from experiments.workloads.workloads import Request
 from paged.config import EngineConfig
@@ -29,30 +32,47 @@ def run(method: str, sequences: int, page_size: int, prompt=21, output=30):
     return e, row, trees
 
 
+@given(data=st.data())
+def test_sharing_counts_the_distinct_prefixes(data):
+    prompt, first = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    parents: list[list[int]] = []
+    for _ in range(data.draw(st.integers(0, 8))):
+        count = len(parents[-1]) if parents else first
+        parents.append(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4)))
+    got = genealogies.sharing(prompt, parents, first)
+    assert len(got.distinct) == len(parents) + 1
+
+    lines: list[tuple] = [()] * first  # each sequence as its ancestors, each by step and index
+    for step, of_step in enumerate([[*range(first)], *parents]):
+        if step:
+            lines = [(*lines[parent], (step, i)) for i, parent in enumerate(of_step)]
+        prefixes = {line[:n] for line in lines for n in range(1, step + 1)}
+        common = sum(len({line[: n + 1] for line in lines}) == 1 for n in range(step))
+        assert got.distinct[step] == prompt + len(prefixes)
+        assert got.unshared[step] == step - common
+        assert got.length[step] == prompt + step
+        assert got.logical[step] == len(lines) * (prompt + step)
+        assert got.prompt[step] == len(lines) * prompt
+
+
 @pytest.mark.parametrize("method", ["parallel", "beam"])
 @pytest.mark.parametrize("sequences", [2, 5])
 def test_blocks_of_one_token_save_what_the_sequences_share(method, sequences):
     e, row, trees = run(method, sequences, page_size=1)
-    samples = [list(range(sequences)) if step else [0] * sequences for step in range(29)]
-    parents = trees[0]["parents"] if method == "beam" else samples
-    lines: list[tuple] = [()]  # each sequence as its ancestors, each by step and index
-    held, shared = [21], [0]
-    for step, of_step in enumerate(parents, start=1):
-        lines = [(*lines[parent], (step, i)) for i, parent in enumerate(of_step)]
-        held.append(21 + len({line[:n] for line in lines for n in range(1, step + 1)}))
-        shared.append(sequences * (21 + step) - held[-1])
-    shared[0] = (sequences - 1) * 21 * (method == "parallel")
-    steps = e.metrics.steps
-    assert [2048 - step.kv_free for step in steps] == held
-    assert [step.kv_shared for step in steps] == shared
-    saving = np.array(shared) / (np.array(shared) + held)
-    assert row.saving == pytest.approx(saving.mean())
+    samples, beams = [list(range(sequences))] * 29, method == "beam"
+    parents, first = (trees[0]["parents"], 1) if beams else (samples, sequences)
+    expected = genealogies.sharing(21, parents, first)
+    steps, shared = e.metrics.steps, expected.logical - expected.distinct
+    assert [2048 - step.kv_free for step in steps] == expected.distinct.tolist()
+    assert [step.kv_shared for step in steps] == shared.tolist()
+    assert row.saving == pytest.approx((shared / expected.logical).mean())
+    assert row.pooled == pytest.approx(row.one_token)
     assert row.steps == 30 and row.preemptions == 0
 
 
 @pytest.mark.parametrize("method", ["parallel", "beam"])
 def test_larger_blocks_save_less(method):
-    savings = [run(method, 4, page_size)[1].saving for page_size in (1, 4, 16)]
+    savings = [run(method, 4, page_size)[1].pooled for page_size in (1, 4, 16)]
     assert savings[0] >= savings[1] >= savings[2] > 0
 
 
@@ -65,7 +85,7 @@ def test_parallel_samples_save_their_prompts_full_blocks():
 def test_savings_leave_idle_steps_out():
     steps = run("parallel", 2, page_size=1)[0].metrics.steps
     idle = [*steps, *[type(steps[0])(**(vars(steps[0]) | {"kv_free": 2048, "kv_shared": 0}))] * 9]
-    assert sharing_savings.mean_saving(idle, 2048) == sharing_savings.mean_saving(steps, 2048)
+    assert sharing_savings.savings(idle, 2048) == sharing_savings.savings(steps, 2048)
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.3, 1.0, 1.7])

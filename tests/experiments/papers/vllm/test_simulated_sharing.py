@@ -15,7 +15,7 @@ from experiments.papers.vllm import (
     opt,
     table1_kv_slots,
 )
-from experiments.papers.vllm.genealogies import genealogies
+from experiments.papers.vllm.genealogies import genealogies, sharing
 from experiments.papers.vllm.opt import Case
 from paged.config import EngineConfig
 from paged.simulator.recorded import RecordedAncestry
@@ -25,12 +25,8 @@ CASE = Case("13b", "alpaca", "vllm", 6.0, 0.8, 5.0)
 
 
 def distinct_tokens(parents) -> list[int]:
-    """Number of output tokens that live beams hold after each step, on which sharing depends."""
-    lines, found = [frozenset[tuple[int, int]]()], [0]  # each beam as its tokens, by step and index
-    for step, of_step in enumerate(parents):
-        lines = [lines[parent] | {(step, i)} for i, parent in enumerate(of_step)]
-        found.append(len(frozenset.union(*lines)))
-    return found
+    """Output tokens that the live beams hold after each step: what sharing depends on."""
+    return sharing(0, parents).distinct.tolist()
 
 
 def test_simulated_beams_have_the_recorded_ancestry(monkeypatch):
