@@ -46,31 +46,21 @@ class DecodeSchedule:
 
 @jax.named_scope(backend.PLAN_SCOPE)
 def decode_schedule(
-    lengths_SxK, tile: int, sliding_window: int | None = None, blocks: int | None = None,
+    counts, tiles, sliding_window: int | None = None, blocks: int | None = None,
     *, empty_rows: bool = True,
 ) -> DecodeSchedule:  # fmt: skip
-    """Items for lengths [S, K] in tiles of `tile` tokens.
+    """Items for rows of one or more precisions.
 
+    counts: [S, K] tokens, one array per precision. A sliding window requires a single precision.
+    tiles: the tokens of a tile, one number per precision.
     blocks: thread blocks; None means as many as this GPU runs at the same time.
     empty_rows: whether a row without tokens is an item too, which writes zeros.
     """
-    lengths = jnp.asarray(lengths_SxK, jnp.int32).reshape(-1)
-    first_tile = first_token(lengths, sliding_window) // tile
-    tiles = (lengths + tile - 1) // tile - first_tile
-    return cut_rows(first_tile, tiles, [lengths], blocks, empty_rows)
-
-
-@jax.named_scope(backend.PLAN_SCOPE)
-def mixed_schedule(counts, tiles: tuple[int, ...], blocks: int | None = None) -> DecodeSchedule:
-    """Items for rows of several precisions.
-
-    counts: [S, K] tokens, one array per precision.
-    tiles: the tokens of a tile, one number per precision.
-    """
     counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
     of_each = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
-    work = sum(of_each[1:], of_each[0])
-    return cut_rows(jnp.zeros_like(work), work, counts, blocks, True)
+    first_tile = first_token(counts[0], sliding_window) // tiles[0]
+    work = sum(of_each[1:], of_each[0]) - first_tile
+    return cut_rows(first_tile, work, counts, blocks, empty_rows)
 
 
 def cut_rows(first_tile, tiles, counts, blocks: int | None, empty_rows: bool) -> DecodeSchedule:
@@ -139,19 +129,17 @@ class PrefillSchedule:
         lo and hi: rows lo to hi - 1 of the tile belong to the sequence;
         the position in the sequence of the tile's first row;
         the tokens of the sequence;
-        the item's first entry in the list of key tiles, and the entry after its last one;
+        the item's first key tile, and the tile after its last one;
         the place of the item's partial result, or -1 if the item reads all keys of its rows.
         Items are ordered by KV head, so that a head's keys stay in the L2 cache. Within a head,
         items are ordered by their number of tiles, the largest first. Unused items have no rows.
     merges: [C, 3] int32, the tiles of rows that are split into several items; unused entries are
         -1. The columns are one of the items, the place of the first partial result, and the place
         after the last one. There are 2 * C places.
-    key_tiles: [E] int32, the list of key tiles; None means that entry e is tile e.
     """
 
     items: jax.Array
     merges: jax.Array
-    key_tiles: jax.Array | None = None
 
 
 @jax.named_scope(backend.PLAN_SCOPE)
@@ -194,17 +182,14 @@ def tiles_of_rows(
     return [jnp.minimum(s, S - 1), base, lo, hi, position, lengths[s]], first_tile, end_tile
 
 
-def split_items(
-    fields, head, first, end, blocks: int | None = None, key_tiles=None
-) -> PrefillSchedule:
-    """A schedule of tiles of rows. A tile with at least twice a thread block's share of all entries
-    is split into several items.
+def split_items(fields, head, first, end, blocks: int | None = None) -> PrefillSchedule:
+    """A schedule of tiles of rows. A tile with at least twice a thread block's share of all key
+    tiles is split into several items.
 
     fields: sequence, first row, lo, hi, position and length, [n] each, as in `PrefillSchedule`.
     head: [n], the KV head of each tile of rows.
-    first, end: [n]; a tile of rows reads entries `first` to `end` - 1 of the list of key tiles.
+    first, end: [n]; a tile of rows reads the key tiles `first` to `end` - 1.
     blocks: thread blocks; None means as many as this GPU runs at the same time.
-    key_tiles: the list, as in `PrefillSchedule`.
     """
     blocks = blocks or multiprocessors()
     work = end - first
@@ -219,21 +204,21 @@ def split_items(
     left_over, row = row == len(work), jnp.minimum(row, len(work) - 1)
     part = j - (parts_end - parts)[row]
     sequence, base, lo, hi, position, length = (x[row] for x in fields)
-    begin_entry = first[row] + work[row] * part // parts[row]
-    end_entry = first[row] + work[row] * (part + 1) // parts[row]
+    begin_tile = first[row] + work[row] * part // parts[row]
+    end_tile = first[row] + work[row] * (part + 1) // parts[row]
     columns = [
         sequence, head[row], base, lo, jnp.where(left_over, lo, hi), position, length,
-        begin_entry, jnp.where(left_over, begin_entry, end_entry),
+        begin_tile, jnp.where(left_over, begin_tile, end_tile),
         jnp.where(parts[row] > 1, place_start[row] + part, -1),
     ]  # fmt: skip
-    order = jnp.lexsort((begin_entry - end_entry, head[row], left_over))
+    order = jnp.lexsort((begin_tile - end_tile, head[row], left_over))
     items = jnp.stack(columns, axis=1)[order].astype(jnp.int32)
 
     (split,) = jnp.nonzero(parts > 1, size=(blocks + 1) // 2, fill_value=-1)
     an_item = jnp.argsort(order)[(parts_end - parts)[split]]
     merges = jnp.stack([an_item, place_start[split], place_end[split]], axis=1)
     merges = jnp.where(split[:, None] < 0, -1, merges).astype(jnp.int32)
-    return PrefillSchedule(items, merges, key_tiles)
+    return PrefillSchedule(items, merges)
 
 
 def first_token(lengths, sliding_window: int | None):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mosaic import plgpu, tile_layout
+from pallas_kernels.quantization import QuantizedPages
 
 NEG_INF = -1e30  # Finite, because a row without attended tokens would subtract two infinities.
 LOG2_E = math.log2(math.e)
@@ -17,6 +18,8 @@ LOG2_E = math.log2(math.e)
 
 def refusal(q, k_pages, v_pages) -> str | None:
     """Why no kernel can run queries [..., D] over pools [N, P, D], or None."""
+    if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
+        return "it reads no quantised pages"
     D, P = q.shape[-1], k_pages.shape[1]
     if not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         return (

@@ -22,7 +22,6 @@ from pallas_kernels.attention.schedule import PrefillSchedule, split_items, tile
 from pallas_kernels.block_sparse_attention.api import block_sparse_prefill_attention
 from pallas_kernels.block_sparse_attention.lists import BlockLists
 from pallas_kernels.paged_attention import paged_prefill_attention, prefill_sm90
-from pallas_kernels.paged_attention.api import refusal_of
 
 
 def plan_hybrid_prefill(
@@ -123,7 +122,7 @@ def hybrid_prefill_attention(
         raise ValueError(
             f"dense_counts must be ascending numbers from 0 to {K}, not {dense_counts}"
         )
-    refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     run = backend.choose("hybrid_prefill_attention", HYBRID, implementation, refusal)
     return run(
         q_TxHxD, k_pages_NxPxD, v_pages_NxPxD, tables_SxM, query_starts, lengths_S, pages_IxB,

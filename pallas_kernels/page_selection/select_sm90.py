@@ -62,7 +62,7 @@ def schedule_of(num_pages_R, selects_R, C: int) -> DecodeSchedule:
     C: logical pages per page.
     """
     scored = jnp.where(selects_R, num_pages_R - 1, 0)
-    return decode_schedule(scored[:, None], ROWS // (2 * C), empty_rows=False)
+    return decode_schedule([scored], [ROWS // (2 * C)], empty_rows=False)
 
 
 def select(q, statistics, tables, num_pages, selects, *, count, schedule=None):

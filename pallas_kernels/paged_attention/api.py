@@ -26,7 +26,6 @@ DECODE_QUANTISED: dict[str, Callable] = {
     "xla": xla.decode,
     "mosaic_gpu": quantized_sm90.decode_pages,
 }
-DECODE_REFUSALS = {"mosaic_gpu": decode_sm90.refusal, "mosaic_gpu_ampere": decode_sm80.refusal}
 PREFILL = {"reference": reference.prefill, "xla": xla.prefill, "mosaic_gpu": prefill_sm90.prefill}
 
 
@@ -56,7 +55,7 @@ def plan_decode(
         section = Section.of_page(format, format, page_size)
         return sections.schedule_of((lengths_SxK,), [section], sliding_window)
     tile = split_kv.tile_tokens(head_dim, dtype)
-    return schedule.decode_schedule(lengths_SxK, tile, sliding_window)
+    return schedule.decode_schedule([lengths_SxK], [tile], sliding_window)
 
 
 def plan_prefill(
@@ -148,8 +147,8 @@ def paged_attention(
         implementations = DECODE_QUANTISED
         refusal = sections.refusal_of_pages(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     else:
-        implementations, refuse = DECODE, DECODE_REFUSALS.get(implementation or "mosaic_gpu")
-        refusal = refusal_of(refuse, q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
+        implementations = DECODE
+        refusal = split_kv.refusal(q_SxHxD, k_pages_NxPxD, v_pages_NxPxD, K)
     refusal, skips = _skips(first_SxK, sliding_window, refusal)
     run = backend.choose("paged_attention", implementations, implementation, refusal)
     page_offset = _offset(page_offset, K)
@@ -205,12 +204,9 @@ def paged_prefill_attention(
     tables_SxKxM, query_starts, lengths_S = integers(
         tables=tables_SxKxM, query_starts=query_starts, lengths=lengths_S
     )
-    refusal = refusal_of(prefill_sm90.refusal, q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
+    refusal = prefill_sm90.refusal(q_TxHxD, k_pages_NxPxD, v_pages_NxPxD)
     refusal, skips = _skips(first_T, sliding_window, refusal)
     check_schedule(schedule, PrefillSchedule)
-    lists = schedule is not None and schedule.key_tiles is not None
-    if lists and (refusal or not backend.runs_kernels(implementation)):
-        raise ValueError(f"a list of key tiles needs a kernel: {refusal or 'no kernel was chosen'}")
     run = backend.choose("paged_prefill_attention", PREFILL, implementation, refusal)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     return run(
@@ -232,16 +228,6 @@ def _skips(first, sliding_window, refusal: str | None) -> tuple[str | None, dict
 
 def _array(x):
     return jax.tree.map(jnp.asarray, x)
-
-
-def refusal_of(refuse, q, k_pages, v_pages, *more) -> str | None:
-    """Why a kernel cannot run these arguments, or None.
-
-    refuse: the kernel's own check, or None.
-    """
-    if isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages):
-        return "it reads no quantised pages"
-    return refuse and refuse(q, k_pages, v_pages, *more)
 
 
 def _offset(page_offset, K: int) -> jax.Array:

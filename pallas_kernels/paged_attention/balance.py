@@ -48,7 +48,6 @@ def of_prefill(shapes: Attention, schedule: PrefillSchedule, keys_read: int) -> 
     """
     (H, K, D), window = (shapes.heads.H, shapes.heads.K, shapes.heads.D), shapes.sliding_window
     T = shapes.sequences * shapes.chunk
-    assert schedule.key_tiles is None
     sequence, head, base, lo, hi, position, _, begin, end, place = np.asarray(schedule.items).T
     _, at, row = np.unique(
         np.stack([sequence, head, base, lo]), axis=1, return_index=True, return_inverse=True

@@ -20,8 +20,6 @@ from pallas_kernels.mosaic import copy_async, mma, pl, plgpu, store, swizzled, t
 COPIED_AT_ONCE = 128  # Elements of one copy, one per thread.
 STAGE_BYTES = 64 * 1024  # Bytes of keys and values that a thread block has in flight.
 
-refusal = split_kv.refusal
-
 
 def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
@@ -38,7 +36,7 @@ def decode(
         return tuple(x[:, ::2] for x in found)
     N, tile = split_kv.padded_group(G), split_kv.tile_tokens(D, dtype)
     if schedule is None:
-        schedule = schedules.decode_schedule(lengths, tile, sliding_window)
+        schedule = schedules.decode_schedule([lengths], [tile], sliding_window)
     stages = STAGE_BYTES // (2 * tile * D * dtype.itemsize)
     copies = max(1, tile // P)  # Copies that fetch the keys of a tile.
     rows = min(P, tile)  # Rows of a page in one tile.

@@ -21,8 +21,6 @@ from pallas_kernels.mosaic import pl, plgpu, store, swizzled, whole_product
 BLOCK_BYTES = 112 * 1024  # Shared memory of a thread block, so that a multiprocessor holds two.
 QUERY_SLOTS = 2  # Items with queries in shared memory.
 
-refusal = split_kv.refusal
-
 
 def decode(
     q, k_pages, v_pages, tables, lengths, *, page_offset, scale, sliding_window, soft_cap,
@@ -32,7 +30,7 @@ def decode(
     G = H // K
     N, tile = split_kv.padded_group(G), split_kv.tile_tokens(D, dtype)
     if schedule is None:
-        schedule = schedules.decode_schedule(lengths, tile, sliding_window)
+        schedule = schedules.decode_schedule([lengths], [tile], sliding_window)
     rows = min(P, tile)  # Rows of a page in one tile.
     row_bytes = D * dtype.itemsize
     others = (QUERY_SLOTS + 2) * N * row_bytes + N * tile * dtype.itemsize

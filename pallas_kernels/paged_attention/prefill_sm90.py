@@ -152,7 +152,7 @@ def attend(
         },
     )(
         Inputs(
-            q.reshape(padded, H * D), k_pages, v_pages, tables, schedule.items, schedule.key_tiles,
+            q.reshape(padded, H * D), k_pages, v_pages, tables, schedule.items,
             page_offset.reshape(-1),
         )
     )  # fmt: skip
@@ -167,7 +167,7 @@ class Inputs(NamedTuple):
     q: [T, H * D] queries.
     k, v: [N, P, D] pools.
     tables: [S, K or 1, M] page ids.
-    items, key_tiles: the fields of `PrefillSchedule`; key_tiles may be None.
+    items: as in `PrefillSchedule`.
     offset: [1] or [K], added to page ids.
     """
 
@@ -176,7 +176,6 @@ class Inputs(NamedTuple):
     v: Any
     tables: Any
     items: Any
-    key_tiles: Any
     offset: Any
 
 
@@ -196,9 +195,6 @@ def _attend(
         return (kv_head * lax.axis_size("group") + group) * heads
 
     oldest = first_token(position + lo + 1, sliding_window)
-
-    def key_tile(entry):
-        return entry if ins.key_tiles is None else ins.key_tiles[entry]
 
     def compute():
         plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
@@ -220,7 +216,7 @@ def _attend(
             return jnp.where(seen, s, -jnp.inf)
 
         def wait_for_values(entry):
-            slot, first_key = values.wait(entry), key_tile(entry) * KV_TILE
+            slot, first_key = values.wait(entry), entry * KV_TILE
 
             @pl.when((first_key + KV_TILE > length) | (first_key < oldest))
             def clear():
@@ -246,7 +242,7 @@ def _attend(
             """The weights in the values' dtype, the new maxima, the new sums, and the factor that
             scales the earlier sums."""
             keys.hand_back(entry)
-            first_key = key_tile(entry) * KV_TILE
+            first_key = entry * KV_TILE
             if soft_cap is not None:
                 s = jnp.tanh(s * (scale / soft_cap))
             masked = first_key + KV_TILE > my_position + 1
@@ -333,7 +329,7 @@ def _attend(
                 plgpu.copy_gmem_to_smem(pool.at[page], buffer.at[pl.ds(j * P, P)], filled)
 
         def fetch_tile(entry, _):
-            first_key = key_tile(jnp.minimum(entry, end - 1)) * KV_TILE
+            first_key = jnp.minimum(entry, end - 1) * KV_TILE
             table_ref = ins.tables.at[sequence, kv_head if ins.tables.shape[1] > 1 else 0]
             ids = tiles.page_ids(
                 table_ref, kv_head, first_key, KV_TILE, oldest, length, P, ins.offset

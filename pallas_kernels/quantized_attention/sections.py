@@ -120,10 +120,8 @@ def schedule_of(
     counts: [S, K] tokens, one array per precision.
     """
     pages = pages_of_tile(sections)
-    tokens = tuple(pages * section.tokens for section in sections)
-    if len(sections) == 1:
-        return schedules.decode_schedule(counts[0], tokens[0], sliding_window)
-    return schedules.mixed_schedule(counts, tokens)
+    tiles = [pages * section.tokens for section in sections]
+    return schedules.decode_schedule(counts, tiles, sliding_window)
 
 
 def views_of(pools, sections):

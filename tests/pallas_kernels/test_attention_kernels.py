@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.schedule import prefill_schedule, split_items
+from pallas_kernels.attention.schedule import prefill_schedule
 from pallas_kernels.paged_attention import (
     paged_attention,
     paged_prefill_attention,
@@ -20,10 +20,8 @@ from tests.pallas_kernels.dense_softmax import (
     D,
     K,
     assert_near,
-    dense,
     pools,
     queries,
-    tokens,
 )
 from tests.pallas_kernels.interpreted import run
 from tests.sweeps import swept
@@ -122,45 +120,3 @@ def test_prefill_returns_the_log_sum_exp_of_rows():
     assert_near(out[:total], np.asarray(expected, np.float64), "bfloat16")
     np.testing.assert_allclose(lse[:, :total].T, expected_lse, atol=1e-3)
     assert (lse[:, total:] < -1e29).all()
-
-
-@pytest.mark.slow
-def test_prefill_over_a_list_of_key_tiles_reads_these_alone():
-    """Each tile of rows and head has a list of its own, as a sparse policy would make it."""
-    rng = np.random.default_rng(3)
-    P, G, T, tile = 64, 4, 96, prefill_sm90.KV_TILE
-    history, N = 900, 20
-    length = history + T
-    k_pages, v_pages = pools(rng, N, P, "bfloat16")
-    tables = rng.integers(0, N, (1, K, -(-length // P))).astype(np.int32)
-    q = queries(rng, T, G, "bfloat16")
-    starts, lengths = np.array([0, T], np.int32), np.array([length], np.int32)
-    whole = prefill_sm90.schedule_of(starts, lengths, T, K * G, K, None)
-    rows = 2 * prefill_sm90.queries_of_warpgroup(G)
-    fields = np.array([[0, base, 0, rows, history + base, length] for base in range(0, T, rows)])
-    fields, head = np.tile(fields, (K, 1)), np.repeat(np.arange(K), len(fields))
-    lists, ends = [], [0]
-    seen = np.zeros((T, K, length), bool)
-    for (_, base, _, _, position, _), kv_head in zip(fields, head):
-        last = int(position + rows - 1) // tile
-        chosen = sorted({last, *rng.choice(last, 3, replace=False)})
-        lists += chosen
-        ends.append(len(lists))
-        for t in chosen:
-            seen[base : base + rows, kv_head, t * tile : (t + 1) * tile] = True
-    assert whole.key_tiles is None
-    schedule = split_items(
-        list(jnp.asarray(fields.T)), jnp.asarray(head), jnp.array(ends[:-1]), jnp.array(ends[1:]),
-        key_tiles=jnp.array(lists, jnp.int32),
-    )  # fmt: skip
-    found = run(
-        lambda *arguments, **how: paged_prefill_attention(*arguments, schedule=schedule, **how),
-        q, k_pages, v_pages, tables, starts, lengths, implementation="mosaic_gpu",
-    )  # fmt: skip
-    for i in range(T):
-        for h in range(K):
-            read = seen[i, h] & (np.arange(length) <= history + i)
-            keys, values = (tokens(p, tables[0, h], length)[read] for p in (k_pages, v_pages))
-            mine = q[i, h * G : (h + 1) * G]
-            expected, _ = dense(np.repeat(mine, K, 0), [keys] * K, [values] * K, None, None)
-            assert_near(found[i, h * G : (h + 1) * G], expected[::K], "bfloat16")

@@ -314,7 +314,10 @@ def test_a_sequence_that_holds_nan_harms_no_other(implementation, dtype):
         ),
         ({"lengths_SxK": np.ones((2, K))}, "lengths must be integers, not float64"),
         ({"schedule": 3}, "schedule must be a DecodeSchedule or None"),
-        ({"schedule": decode_schedule(np.ones((3, K), np.int32), 64)}, "not one of 2 sequences"),
+        (
+            {"schedule": decode_schedule([np.ones((3, K), np.int32)], [64])},
+            "not one of 2 sequences",
+        ),
         ({"scale": -1.0}, r"scale must be positive, not -1\.0"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive, not 0\.0"),
         ({"lengths_SxK": np.ones((3, K), np.int32)}, r"lengths must be \[S, K\] = \[2, 2\]"),

@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention import prefill_sm90
 
 TILE = 64
 decode_schedule = functools.partial(jax.jit, static_argnums=(1, 2, 3))(schedule.decode_schedule)
+TILES = (TILE,)
 prefill_schedule = functools.partial(jax.jit, static_argnums=tuple(range(2, 8)))(
     schedule.prefill_schedule
 )
@@ -28,7 +29,7 @@ prefill_schedule = functools.partial(jax.jit, static_argnums=tuple(range(2, 8)))
     blocks=st.sampled_from([1, 4, 50]),
 )
 def test_decode_items_cover_each_row_once_and_partial_results_are_merged(lengths, window, blocks):
-    plan = decode_schedule(np.array(lengths, np.int32).reshape(3, 2), TILE, window, blocks)
+    plan = decode_schedule([np.array(lengths, np.int32).reshape(3, 2)], TILES, window, blocks)
     items, block_items, merges = map(np.asarray, (plan.items, plan.block_items, plan.merges))
     assert block_items[0] == 0 and (np.diff(block_items) >= 0).all()
     items = items[: block_items[-1]]
@@ -53,7 +54,7 @@ def test_decode_items_cover_each_row_once_and_partial_results_are_merged(lengths
 
 
 def _work(lengths, blocks):
-    plan = decode_schedule(np.asarray(lengths, np.int32), TILE, None, blocks)
+    plan = decode_schedule([np.asarray(lengths, np.int32)], TILES, None, blocks)
     items, ends = np.asarray(plan.items), np.asarray(plan.block_items)
     tiles = items[:, 2] - items[:, 1]
     return np.array([tiles[a:b].sum() for a, b in itertools.pairwise(ends)]), items[:, 3].max() + 1
@@ -150,7 +151,7 @@ def test_a_search_among_many_rows_finds_what_comparing_all_finds(monkeypatch):
 
         @jax.jit
         def both(starts, lengths):
-            decode = schedule.decode_schedule(lengths[:, None], TILE, blocks=7)
+            decode = schedule.decode_schedule([lengths[:, None]], TILES, blocks=7)
             return decode, schedule.prefill_schedule(starts, lengths, 208, 2, 32, TILE, blocks=9)
 
         return jax.tree.leaves(both(jnp.array([0, 70, 70, 200]), jnp.array([900, 3, 130])))
