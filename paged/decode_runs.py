@@ -18,7 +18,7 @@ import numpy as np
 from paged.config import EngineConfig
 from paged.device.executor import Executor, PendingOutputs
 from paged.in_flight import InFlight
-from paged.kv_cache.host import HostPolicy, PrefixCachingHost
+from paged.kv_cache.host import HostPolicy
 from paged.kv_cache.moves import Moves
 from paged.kv_cache.usage import Usage
 from paged.metrics import StepRecord, memory_facts
@@ -161,8 +161,8 @@ class DecodeRuns:
         if same:
             s.decoded(slots, certain.tokens[:steps])
             if self._config.prefix_caching:
-                policy = cast(PrefixCachingHost, self._scheduler.policy)
-                policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
+                known = np.minimum(s.known[slots], s.computed[slots])
+                self._scheduler.policy.confirm(slots, known, s.tokens)
         else:
             s.dispatched(slots)
         last = certain.tokens[steps : steps + 1]

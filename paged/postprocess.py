@@ -1,14 +1,11 @@
 """Applies a step's outputs: records tokens, advances beams, ends sequences, and feeds streams."""
 
-from typing import cast
-
 import numpy as np
 
 from models.config import ModelConfig
 from paged.device.step import StepOutputs
 from paged.event_log import EventLog
 from paged.in_flight import InFlight
-from paged.kv_cache.host import PrefixCachingHost
 from paged.outputs import record_logprobs
 from paged.registry import Requests
 from paged.requests.sequence import Sequence, SequenceGroup
@@ -77,8 +74,7 @@ class Postprocessor:
         if sequence.group.pin and reason != "error":
             # Pinned before `finish`, which frees the sequence's blocks.
             prompt = sequence.tokens[: sequence.num_prompt_tokens]
-            policy = cast(PrefixCachingHost, self._scheduler.policy)
-            policy.pin(sequence.slot, prompt, sequence.group.cache_root)
+            self._scheduler.policy.pin(sequence.slot, prompt, sequence.group.cache_root)
         self._scheduler.finish(sequence, reason)
         if sequence.group.finished:
             self._requests.retire(sequence.group)

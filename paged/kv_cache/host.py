@@ -147,6 +147,17 @@ class HostPolicy(Protocol):
         """Free the host's memory of sequences that will never be swapped in."""
         raise AssertionError("nothing was swapped out")
 
+    def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
+        """Let other sequences share the first `num_tokens` [S] tokens of `slots` [S]. The keys and
+        values of these tokens are written before any later step runs.
+        tokens: [num_slots, max_tokens] tokens of all slots."""
+        raise AssertionError("the policy has no prefix cache")
+
+    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> Any:
+        """Keep the prompt `tokens` of `slot` for later prompts, for good.
+        root: the group's `cache_root`."""
+        raise AssertionError("the policy has no pins")
+
     def take_moves(self) -> Moves:
         """Return and clear the moves of the next step. Called once for each dispatched step."""
         moves, self.moves = self.moves, Moves()
@@ -179,22 +190,6 @@ class HostPolicy(Protocol):
     def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
         """Operations on units since the last call, in order: (pool, verb, units)."""
         return []
-
-
-class PrefixCachingHost(HostPolicy, Protocol):
-    """The further methods of a host half with the capability `prefix_cache`. A host half with the
-    capability `pins` has only `pin`."""
-
-    def confirm(self, slots: np.ndarray, num_tokens: np.ndarray, tokens: np.ndarray) -> None:
-        """Let other sequences share the first `num_tokens` [S] tokens of `slots` [S]. The keys and
-        values of these tokens are written before any later step runs.
-        tokens: [num_slots, max_tokens] tokens of all slots."""
-        ...
-
-    def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> Any:
-        """Keep the prompt `tokens` of `slot` for later prompts, for good.
-        root: the group's `cache_root`."""
-        ...
 
 
 def owners_of(tables: np.ndarray, refcounts: np.ndarray) -> np.ndarray:

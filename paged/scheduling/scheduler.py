@@ -11,13 +11,12 @@ replayed: decoded token by token.
 import bisect
 import operator
 from collections import deque
-from typing import cast
 
 import numpy as np
 
 from paged.adapters.store import AdapterStore
 from paged.config import EngineConfig
-from paged.kv_cache.host import HostPolicy, PrefixCachingHost
+from paged.kv_cache.host import HostPolicy
 from paged.requests.sequence import Sequence, SequenceGroup, Status, share_prefixes
 from paged.scheduling.admission import PrefillRoom, candidates
 from paged.scheduling.children import Children, Released
@@ -392,5 +391,5 @@ class Scheduler:
     def _confirm(self, slots: np.ndarray) -> None:
         """Let the prefix cache publish the known and computed tokens of `slots`."""
         if self.config.prefix_caching:
-            s, policy = self.slots, cast(PrefixCachingHost, self.policy)
-            policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)
+            s = self.slots
+            self.policy.confirm(slots, np.minimum(s.known[slots], s.computed[slots]), s.tokens)

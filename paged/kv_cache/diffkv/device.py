@@ -9,6 +9,7 @@ with a sliding window read all of their pages.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -105,15 +106,9 @@ class DiffKVDevice:
         Tp, outs, window = inputs.num_prefill_tokens, [], window_of(self.attention, layer)
         if plan.prompts is not None:
             q, k, v = (x[:Tp] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
-            prompts = (layer, q, k, v, plan.prompts, inputs, window)
-
-            def whole(cache):
-                return self._whole_prompts(*prompts, cache)
-
-            def in_chunks(cache):
-                return self._chunks_of_prompts(*prompts, cache)
-
-            chunks = plan.prompts.chunks
+            prompts, chunks = (layer, q, k, v, plan.prompts, inputs, window), plan.prompts.chunks
+            whole = partial(self._whole_prompts, *prompts)
+            in_chunks = partial(self._chunks_of_prompts, *prompts)
             if chunks is None:
                 out, cache = whole(cache)
             else:
@@ -237,19 +232,17 @@ class DiffKVDevice:
             nobody = jnp.full((R, K), NOBODY, jnp.float32), jnp.zeros((R, K), jnp.int32)
             found.append(least(jnp.where(kept, mean, NOBODY), rank, row, nobody))
         means, victims = (jnp.stack(x, -1) for x in zip(*found))
-        cache = replace(cache, words=words, extremes=extremes)
-        return self._remember(
-            cache, plan.slots, heads, Found(victims, means), jnp.stack(counts, -1)
+        all_counts = cache.counts.at[plan.slots[:, None], heads].set(
+            jnp.stack(counts, -1), mode="drop"
         )
+        cache = replace(cache, words=words, extremes=extremes, counts=all_counts)
+        return self._remember(cache, plan.slots, heads, Found(victims, means))
 
-    def _remember(self, cache: DiffKVCache, slots, heads, found: Found, counts=None):
-        """Write `found` and, for prompts, `counts` [S, K, …] of a layer's heads into the cache."""
+    def _remember(self, cache: DiffKVCache, slots, heads, found: Found) -> DiffKVCache:
+        """Write what was found in a layer's heads into the cache."""
         at = slots[:, None], heads
         kept = Found(*(x.at[at].set(new, mode="drop") for x, new in zip(cache.found, found)))
-        cache = replace(cache, found=kept)
-        if counts is None:
-            return cache
-        return replace(cache, counts=cache.counts.at[at].set(counts, mode="drop"))
+        return replace(cache, found=kept)
 
     def _decode(
         self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan, window

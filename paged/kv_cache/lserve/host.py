@@ -128,7 +128,7 @@ class LServeHost(HostPolicy):
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
         end = self.dense.pin(slot, tokens, root)
         if self.streaming:
-            self.streaming.pin(slot, len(tokens), end)
+            self.streaming.pin_window(slot, len(tokens), end)
 
     def can_append(self, slots, num_tokens) -> bool:
         return all(part.can_append(slots, num_tokens) for part in self.parts)

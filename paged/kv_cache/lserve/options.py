@@ -18,8 +18,6 @@ MIN_SELECTED = 3  # pages. The newest page is always read; fewer leave too littl
 class Options(GatedOptions):
     """Fields carry their help texts. Defaults are the paper's, except that no head streams
     without gates.
-
-    Raises ValueError for invalid gates, and for a share of streaming heads without gates.
     """
 
     budget: int = described(4096, "tokens that a query of a dense head reads, in whole pages")

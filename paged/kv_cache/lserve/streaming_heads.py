@@ -132,7 +132,7 @@ class StreamingHost(BlockHost):
         self.end[slot] = -(-num_tokens // self._layout.page_size)
         self.computed_tokens[slot] = num_tokens
 
-    def pin(self, slot: int, num_tokens: int, key: bytes) -> None:
+    def pin_window(self, slot: int, num_tokens: int, key: bytes) -> None:
         """Keep the window after the `num_tokens` computed tokens of `slot` for good."""
         blocks = self.blocks[slot, self._layout.column(self._window(num_tokens))]
         if self.checkpoints.pin(key, blocks):
