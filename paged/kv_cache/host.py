@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK, BlockCache, BlockPool
+from paged.blocks.block_table import BlockTables
 from paged.kv_cache.moves import Moves, Pool
 from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
@@ -210,21 +211,22 @@ class BlockHost(HostPolicy):
 
     pool: blocks of the device.
     host_pool: blocks of the host's memory.
+    block_tables: the blocks of each slot.
     pins: [num_blocks] number of pins that reference each block, or 0.
     """
 
     pins: np.ndarray | int = 0
 
-    def __init__(self, pool: Pool, cache: BlockCache | None = None):
+    def __init__(
+        self, pool: Pool, num_slots: int, max_tokens: int, page_size: int,
+        cache: BlockCache | None = None,
+    ):  # fmt: skip
         """cache: the argument of `BlockPool`."""
         self.pools, self._name = (pool,), pool.name
         self.pool = BlockPool(pool.num_units, cache)
         self.host_pool = BlockPool(pool.num_host_units)
+        self.block_tables = BlockTables(self.pool, num_slots, max_tokens, page_size)
         self.moves = Moves()
-
-    def slot_tables(self) -> np.ndarray:
-        """[num_slots, M] int32 block table of each slot; unused entries are `NULL_BLOCK`."""
-        raise NotImplementedError
 
     @property
     def cached_blocks(self) -> np.ndarray:
@@ -233,23 +235,23 @@ class BlockHost(HostPolicy):
 
     @property
     def table_width(self) -> int:
-        return self.slot_tables().shape[1]
+        return self.block_tables.blocks.shape[1]
 
     def tables(self, slots: np.ndarray, out: np.ndarray) -> None:
         # np.take buffers `out` in its default mode.
-        np.take(self.slot_tables(), slots, axis=0, out=out, mode="clip")
+        np.take(self.block_tables.blocks, slots, axis=0, out=out, mode="clip")
 
     def used_units(self) -> dict[str, np.ndarray]:
         on_host = np.flatnonzero(self.host_pool.refcounts)
         return {self._name: np.flatnonzero(self.pool.refcounts), f"host {self._name}": on_host}
 
     def owners(self) -> dict[str, np.ndarray]:
-        owners = owners_of(self.slot_tables(), self.pool.refcounts)
+        owners = owners_of(self.block_tables.blocks, self.pool.refcounts)
         owners[self.cached_blocks - 1] = CACHED
         return {self._name: owners}
 
     def check(self) -> None:
-        tables = self.slot_tables()
+        tables = self.block_tables.blocks
         owners = np.bincount(tables[tables != NULL_BLOCK], minlength=self.pool.num_blocks)
         owners = owners + self.pins
         assert (owners == self.pool.refcounts).all(), "blocks have other owners than are counted"

@@ -161,12 +161,14 @@ def steps() -> tuple[list[Step], int]:
     while engine.has_unfinished():
         engine.step()
         (shot,) = engine.executor.snapshot()  # type: ignore[attr-defined]
-        tokens = int(host.dense.block_tables.num_tokens[0])
+        dense, streaming = (part.block_tables for part in (host.dense, host.streaming))
+        tokens = int(dense.num_tokens[0])
         if not tokens or not engine.has_unfinished():
             continue
         layer = int(np.argmax(shot.num_dense > 0))
         found.append(Step(
-            tokens, int(host.dense.block_tables.num_blocks[0]), len(host.streaming.blocks_of(0)),
+            tokens, int(dense.num_blocks[0]),
+            int(streaming.num_blocks[0] - streaming.num_dropped[0]),
             int(shot.positions[0]), tuple(np.sort(shot.pages[0, layer, 0]).tolist()),
         ))  # fmt: skip
     return found, host.layout.window

@@ -41,7 +41,7 @@ def seen(engine: Any) -> dict[str, int]:
     if layout.selects:
         found["selecting"] = int((engine.executor.snapshot()[0].positions >= 0).sum())
     if policy.streaming:
-        found["streaming"] = int((policy.streaming.first > layout.sink).sum())
+        found["streaming"] = int((policy.streaming.block_tables.num_dropped > 0).sum())
     if layout.minference:
         longer = max(layout.minference_from, layout.minference * layout.page_size + 1)
         prompts = [group.num_prompt_tokens for group in engine.scheduler.running]

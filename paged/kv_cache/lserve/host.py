@@ -211,7 +211,7 @@ class LServeHost(HostPolicy):
         most = self.layout.max_pages
         out[:, :most] = self.dense.block_tables.blocks[slots]
         if self.streaming:
-            out[:, most:-1] = self.streaming.blocks[slots]
+            out[:, most:-1] = self.streaming.windows(slots)
         out[:, -1] = self._prompt_length[slots]
 
     def usage(self) -> Usage:

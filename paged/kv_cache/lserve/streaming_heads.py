@@ -10,11 +10,12 @@ step allocates. A quota of blocks is reserved for checkpoints. More checkpoints 
 leave room.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK
+from paged.blocks.block_table import SwappedTables
 from paged.kv_cache.host import BlockHost
 from paged.kv_cache.lserve.checkpoints import Checkpoints
 from paged.kv_cache.lserve.layout import LServeLayout
@@ -23,42 +24,30 @@ from paged.kv_cache.usage import Usage
 from paged.requests.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class SwappedWindow:
-    """A sequence in the host's memory.
+class SwappedWindows(NamedTuple):
+    """Sequences in the host's memory. promised: as in `StreamingHost`, of each sequence."""
 
-    blocks: blocks of the host's memory, in the order of the sequence's pages.
-    known: the slot's four numbers, as in `StreamingHost`.
-    """
-
-    blocks: np.ndarray
-    known: np.ndarray
+    tables: SwappedTables
+    promised: np.ndarray
 
 
 class StreamingHost(BlockHost):
-    """A block table and four numbers of each slot.
+    """Block tables whose blocks between the sink and the window are dropped. They have room for the
+    tokens of all dispatched steps.
 
-    blocks: [num_slots, sink + ring] int32 block tables.
-    first: first page of the window, at least sink.
-    end: the page after the last page.
-    computed_tokens: tokens written after all dispatched steps.
-    promised: blocks reserved for the sequence: the most that it holds between steps.
+    promised: blocks reserved for each slot's sequence: the most that it holds between steps.
     checkpoints: checkpoints for later prompts; none are made without a prefix cache.
     """
 
     def __init__(self, pool: Pool, layout: LServeLayout, prefix_caching: bool):
         self.checkpoints = Checkpoints(pool.num_units)
-        super().__init__(pool, self.checkpoints if prefix_caching else None)
+        super().__init__(
+            pool, layout.num_slots, layout.max_pages * layout.page_size, layout.page_size,
+            self.checkpoints if prefix_caching else None,
+        )  # fmt: skip
         self.pins = self.checkpoints.pins
         self._layout = layout
-        num_slots = layout.num_slots
-        self.blocks = np.full((num_slots, layout.sink + layout.ring), NULL_BLOCK, np.int32)
-        self._known = np.zeros((4, num_slots), np.int64)
-        self.first, self.end, self.computed_tokens, self.promised = self._known
-        self.first[:] = layout.sink
-
-    def slot_tables(self) -> np.ndarray:
-        return self.blocks
+        self.promised = np.zeros(layout.num_slots, np.int64)
 
     @property
     def cached_blocks(self) -> np.ndarray:
@@ -89,158 +78,108 @@ class StreamingHost(BlockHost):
         return self._has_room(0)
 
     def fork(self, parent: int, child: int) -> None:
-        self._share(parent, child)
+        self.block_tables.fork(parent, child)
         self.promised[child] = self.promised[parent]
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        assert self.computed_tokens[parent] == num_tokens, "only what is computed can be shared"
-        self._share(parent, child)
-
-    def _share(self, parent: int, child: int) -> None:
-        """The empty `child` shares all blocks of `parent`."""
-        assert self.end[child] == 0, f"slot {child} is not empty"
-        self.pool.share(self.blocks_of(parent))
-        for array in (self.blocks, self.first, self.end, self.computed_tokens):
-            array[child] = array[parent]
-
-    def _pages(self, first: int, end: int) -> np.ndarray:
-        """Logical pages of a sequence of `end` pages: the sink, and the window from `first` on."""
-        sinks = np.arange(min(self._layout.sink, end))
-        return np.concatenate([sinks, np.arange(first, max(end, first))])
-
-    def blocks_of(self, slot: int) -> np.ndarray:
-        """Blocks of a slot, in the order of its pages."""
-        pages = self._pages(int(self.first[slot]), int(self.end[slot]))
-        return self.blocks[slot, self._layout.column(pages)]
+        known = self.block_tables.num_tokens[parent]
+        assert known == num_tokens, "only what is computed can be shared"
+        self.block_tables.fork(parent, child)
 
     def _first(self, num_tokens):
         """First page of the window that the query after `num_tokens` tokens reads."""
         layout = self._layout
         return np.maximum(num_tokens // layout.page_size - layout.local, layout.sink)
 
-    def _window(self, num_tokens: int) -> np.ndarray:
-        """Logical pages that the query after `num_tokens` tokens reads, without empty pages."""
-        return self._pages(self._first(num_tokens), -(-num_tokens // self._layout.page_size))
+    def _read(self, num_tokens: int) -> np.ndarray:
+        """Pages that the query after `num_tokens` tokens reads, without its own if that is new."""
+        pages = np.arange(self.block_tables.blocks_for(num_tokens))
+        return pages[(pages < self._layout.sink) | (pages >= self._first(num_tokens))]
 
     def adopt(self, slot: int, num_tokens: int, key: bytes) -> None:
         """The empty `slot` shares the checkpoint of a prefix of `num_tokens`."""
-        assert self.end[slot] == 0, f"slot {slot} is not empty"
-        blocks, pages = self.checkpoints.use(key), self._window(num_tokens)
-        self.pool.share(blocks)
-        self.blocks[slot, self._layout.column(pages)] = blocks
-        self.first[slot] = self._first(num_tokens)
-        self.end[slot] = -(-num_tokens // self._layout.page_size)
-        self.computed_tokens[slot] = num_tokens
+        blocks = np.full(self.block_tables.blocks_for(num_tokens), NULL_BLOCK, np.int32)
+        blocks[self._read(num_tokens)] = self.checkpoints.use(key)
+        self.block_tables.adopt(slot, blocks, num_tokens)
 
     def pin_window(self, slot: int, num_tokens: int, key: bytes) -> None:
         """Keep the window after the `num_tokens` computed tokens of `slot` for good."""
-        blocks = self.blocks[slot, self._layout.column(self._window(num_tokens))]
+        blocks = self.block_tables.blocks[slot, self._read(num_tokens)]
         if self.checkpoints.pin(key, blocks):
             self.pool.share(blocks)
 
     def _leave_checkpoints(self) -> None:
         """Make checkpoints at the ends that this step reaches, before `_trim` frees windows."""
-        P, checkpoints = self._layout.page_size, self.checkpoints
+        tables, checkpoints, P = self.block_tables, self.checkpoints, self._layout.page_size
         for slot in list(checkpoints.ends):
-            for pages, key in checkpoints.due(slot, int(self.computed_tokens[slot]) // P):
-                window = self._layout.column(self._window(pages * P))
-                checkpoints.keep(slot, key, self.blocks[slot, window])
+            for pages, key in checkpoints.due(slot, int(tables.num_tokens[slot]) // P):
+                checkpoints.keep(slot, key, tables.blocks[slot, self._read(pages * P)])
 
     def _trim(self) -> None:
         """Free blocks that no later query reads. A step in flight may still read them, but it runs
         before their next owner writes."""
-        first = self._first(self.computed_tokens)
-        for slot in np.flatnonzero(first > self.first).tolist():
-            columns = self._layout.column(np.arange(self.first[slot], first[slot]))
-            self.pool.release(self.blocks[slot, columns])
-            self.blocks[slot, columns] = NULL_BLOCK
-            self.first[slot] = first[slot]
+        tables = self.block_tables
+        first, before = self._first(tables.num_tokens), self._layout.sink + tables.num_dropped
+        for slot in np.flatnonzero(first > before).tolist():
+            tables.drop(slot, int(before[slot]), int(first[slot]))
 
     def advance(self, number: int, slots, starts, ends) -> None:
-        P = self._layout.page_size
         self._trim()
         computes = ends > starts  # a fork may have no blocks yet
         slots, starts, ends = slots[computes], starts[computes], ends[computes]
-        assert (starts == self.computed_tokens[slots]).all(), "tokens are missing"
-        begun = np.flatnonzero(starts % P)
-        columns = self._layout.column(starts[begun] // P)
-        shared = self.pool.refcounts[self.blocks[slots[begun], columns]] > 1
-        for slot, column in zip(slots[begun][shared].tolist(), columns[shared].tolist()):
-            self._unshare(slot, column)
-        last = -(-ends // P)
-        for i in np.flatnonzero(last > self.end[slots]).tolist():
-            columns = self._layout.column(np.arange(self.end[slots[i]], last[i]))
-            self.blocks[slots[i], columns] = self.pool.allocate(len(columns))
-        self.end[slots], self.computed_tokens[slots] = np.maximum(self.end[slots], last), ends
+        assert (starts == self.block_tables.num_tokens[slots]).all(), "tokens are missing"
+        if copies := self.block_tables.append(slots, ends):
+            self.moves.copies[self._name] += copies
         self._leave_checkpoints()
 
-    def _unshare(self, slot: int, column: int) -> None:
-        """Copy-on-write. The last owner of a block writes without a copy."""
-        source = self.blocks[slot, column : column + 1].copy()
-        if self.pool.refcounts[source[0]] > 1:
-            self.blocks[slot, column] = self.pool.allocate(1)[0]
-            self.pool.release(source)
-            self.moves.copies[self._name] += [(int(source[0]), int(self.blocks[slot, column]))]
+    def windows(self, slots: np.ndarray) -> np.ndarray:
+        """[S, sink + ring] blocks of `slots` [S], in the columns of `LServeLayout.column`. A column
+        of the ring is of its newest page."""
+        sink, ring, tables = self._layout.sink, self._layout.ring, self.block_tables
+        newest = tables.num_blocks[slots][:, None] - 1
+        pages = newest - (newest - sink - np.arange(ring)) % ring
+        sinks = np.broadcast_to(np.arange(sink), (len(slots), sink))
+        columns = np.concatenate([sinks, np.maximum(pages, 0)], axis=1)
+        return tables.blocks[slots[:, None], columns]
 
     def free(self, slot: int) -> None:
         self.checkpoints.leave(slot)
-        self.pool.release(self.blocks_of(slot))
-        self.blocks[slot], self._known[:, slot] = NULL_BLOCK, 0
-        self.first[slot] = self._layout.sink
+        self.block_tables.free(slot)
+        self.promised[slot] = 0
 
     def can_swap_out(self, slots: list[int]) -> bool:
         self._trim()
-        distinct = np.unique(np.concatenate([self.blocks_of(slot) for slot in slots]))
-        return self.host_pool.can_allocate(len(distinct))
+        return self.host_pool.can_allocate(self.block_tables.num_distinct(slots))
 
-    def swap_out(self, slots: list[int]) -> list[SwappedWindow]:
-        """Blocks shared among `slots` are moved once."""
+    def swap_out(self, slots: list[int]) -> SwappedWindows:
         self._trim()
-        tables = [self.blocks_of(slot) for slot in slots]
-        blocks = np.unique(np.concatenate(tables))
-        taken = self.host_pool.allocate(len(blocks))
-        self.moves.exports[self._name] += zip(blocks.tolist(), taken.tolist())
-        swapped = []
-        for slot, table in zip(slots, tables):
-            on_host = taken[np.searchsorted(blocks, table)]
-            self.host_pool.share(on_host)
-            swapped.append(SwappedWindow(on_host, self._known[:, slot].copy()))
-            self.free(slot)
-        self.host_pool.release(taken)
-        return swapped
+        for slot in slots:
+            self.checkpoints.leave(slot)
+        promised = self.promised[slots]
+        self.promised[slots] = 0
+        tables, pairs = self.block_tables.swap_out(slots, self.host_pool)
+        self.moves.exports[self._name] += pairs
+        return SwappedWindows(tables, promised)
 
-    def can_swap_in(self, swapped: list[SwappedWindow], keep_watermark: bool) -> bool:
-        promised = (int(window.known[-1]) for window in swapped)
-        return self._has_room(sum(promised))
+    def can_swap_in(self, swapped: SwappedWindows, keep_watermark: bool) -> bool:
+        return self._has_room(int(swapped.promised.sum()))
 
-    def swap_in(self, swapped: list[SwappedWindow], sequences: list[Sequence]) -> None:
-        on_host = np.unique(np.concatenate([window.blocks for window in swapped]))
-        taken = self.pool.allocate(len(on_host))
-        self.moves.imports[self._name] += zip(on_host.tolist(), taken.tolist())
-        for sequence, window in zip(sequences, swapped, strict=True):
-            slot = sequence.slot
-            assert self.end[slot] == 0, f"slot {slot} is not empty"
-            self._known[:, slot] = window.known
-            blocks = taken[np.searchsorted(on_host, window.blocks)]
-            self.pool.share(blocks)
-            pages = self._pages(self.first[slot], self.end[slot])
-            self.blocks[slot, self._layout.column(pages)] = blocks
-        self.pool.release(taken)
-        self.drop_swapped(swapped)
+    def swap_in(self, swapped: SwappedWindows, sequences: list[Sequence]) -> None:
+        slots = [sequence.slot for sequence in sequences]
+        pairs = self.block_tables.swap_in(slots, swapped.tables, self.host_pool)
+        self.moves.imports[self._name] += pairs
+        self.promised[slots] = swapped.promised
 
-    def drop_swapped(self, swapped: list[SwappedWindow]) -> None:
-        for window in swapped:
-            self.host_pool.release(window.blocks)
+    def drop_swapped(self, swapped: SwappedWindows) -> None:
+        self.host_pool.release(swapped.tables.distinct)
 
     def usage(self) -> Usage:
         """A block with several owners is counted once."""
-        layout, P = self._layout, self._layout.page_size
-        in_window = np.maximum(self.end - self.first, 0)
-        places = P * int((np.minimum(self.end, layout.sink) + in_window).sum())
+        P, tables = self._layout.page_size, self.block_tables
+        places = P * int((tables.num_blocks - tables.num_dropped).sum())
         used = P * self.pool.num_used
         pinned = P * self.checkpoints.num_references
-        sinks = np.minimum(self.computed_tokens, layout.sink * P)
-        tokens = int((sinks + np.maximum(self.computed_tokens - self.first * P, 0)).sum()) + pinned
+        tokens = int((tables.num_tokens - P * tables.num_dropped).sum()) + pinned
         return Usage(
             token_states=min(tokens, used), reserved=0, internal=used - min(tokens, used),
             external=0, free=P * self.pool.num_free, shared=places + pinned - used,
@@ -250,5 +189,6 @@ class StreamingHost(BlockHost):
     def check(self) -> None:
         super().check()
         self.checkpoints.check()
-        for slot in np.flatnonzero(self.end).tolist():
-            assert (self.blocks_of(slot) != NULL_BLOCK).all(), "a page of a window has no block"
+        tables = self.block_tables
+        held = np.count_nonzero(tables.blocks != NULL_BLOCK, axis=1)
+        assert (held == tables.num_blocks - tables.num_dropped).all(), "a page has no block"

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from paged.blocks.block_pool import NULL_BLOCK
-from paged.blocks.block_table import BlockTables, SwappedTables
+from paged.blocks.block_table import SwappedTables
 from paged.blocks.prefix_cache import PrefixCache
 from paged.kv_cache.host import BlockHost, HostPolicy, Sizes
 from paged.kv_cache.moves import Pool
@@ -64,10 +64,7 @@ class VLLMHost(BlockHost):
         can_resume: Callable[[bytes], bool] = lambda end: True,
     ):  # fmt: skip
         cache = PrefixCache() if config.prefix_caching else None
-        super().__init__(pool, cache)
-        self.block_tables = BlockTables(
-            self.pool, config.max_num_seqs, config.max_model_len, config.page_size
-        )
+        super().__init__(pool, config.max_num_seqs, config.max_model_len, config.page_size, cache)
         self.watermark_blocks = int(config.watermark * self.pool.capacity)
         can = config.capabilities
         self._replays = can.replays
@@ -86,9 +83,6 @@ class VLLMHost(BlockHost):
         """Return the host half `policy`, which must be a `VLLMHost`."""
         assert isinstance(policy, VLLMHost), f"not the vllm policy's: {type(policy).__name__}"
         return policy
-
-    def slot_tables(self) -> np.ndarray:
-        return self.block_tables.blocks
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         pinned = self.prefixes.num_pinned if self.prefixes else 0
