@@ -2,39 +2,15 @@
 
 To continue a cached prefix, streaming heads need the blocks that the next query reads: the sink and
 the local pages before the query's page. A checkpoint references these blocks.
-The blocks are full or pinned, so no sequence writes them again. If windows need memory, unpinned
-checkpoints are evicted, the least recently used first.
+The blocks are full or pinned, so no sequence writes them again. A checkpoint may be used as soon as
+it is made, because steps run in order, and whoever uses it computes in a later step. If windows need
+memory, unpinned checkpoints are evicted, the least recently used first.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
-
-CONFIRMED = -1
-
-
-@dataclass
-class Checkpoint:
-    """blocks: distinct blocks, in the order of their pages.
-    slot: the slot that made the checkpoint, or CONFIRMED after `confirm`.
-    """
-
-    blocks: np.ndarray
-    slot: int
-
-
-@dataclass
-class Ends:
-    """The ends of prefixes at which a slot's prompt makes checkpoints.
-
-    due: (pages, key) of ends that the prompt has not reached.
-    kept: keys of the slot's unconfirmed checkpoints.
-    """
-
-    due: list[tuple[int, bytes]]
-    kept: list[bytes] = field(default_factory=list)
 
 
 class Checkpoints:
@@ -44,7 +20,7 @@ class Checkpoints:
     pins: [num_blocks] number of pinned checkpoints that reference each block.
     num_references: references of all pinned checkpoints.
     num_pinned: distinct blocks of pinned checkpoints.
-    ends: the ends of prefixes at which each slot's prompt makes checkpoints.
+    ends: (pages, key) of the ends of prefixes at which each slot's prompt will make checkpoints.
     """
 
     def __init__(self, num_blocks: int):
@@ -52,11 +28,11 @@ class Checkpoints:
         self.pins = np.zeros(num_blocks, np.int64)
         self.num_references = self.num_pinned = 0
         self._pinned: dict[bytes, np.ndarray] = {}
-        self._cached: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[bytes, np.ndarray] = OrderedDict()  # least recently used first
         # References of cached checkpoints to each block.
         self._references = np.zeros(num_blocks, np.int64)
         self._orphans: list[int] = []  # idle blocks of no checkpoint
-        self.ends: dict[int, Ends] = {}
+        self.ends: dict[int, list[tuple[int, bytes]]] = {}
 
     def __contains__(self, block: int) -> bool:
         return self._references[block] > 0
@@ -68,61 +44,40 @@ class Checkpoints:
         return idle[self._references[idle] > 0]
 
     def has(self, key: bytes) -> bool:
-        """Whether the prefix `key` has a pinned or confirmed checkpoint, so that a sequence can
-        continue the prefix."""
-        cached = self._cached.get(key)
-        return key in self._pinned or (cached is not None and cached.slot == CONFIRMED)
+        """Whether the prefix `key` has a checkpoint, so that a sequence can continue the prefix."""
+        return key in self._pinned or key in self._cached
 
     def use(self, key: bytes) -> np.ndarray:
         """The blocks of a checkpoint, in the order of their pages."""
         if key in self._pinned:
             return self._pinned[key]
         self._cached.move_to_end(key)
-        return self._cached[key].blocks
+        return self._cached[key]
 
     def begin(self, slot: int, ends: Iterable[tuple[int, bytes]]) -> None:
-        """Plan checkpoints for the prompt of `slot`, at all `ends` (pages, key) without a usable
-        checkpoint."""
-        due = [(pages, key) for pages, key in ends if not self.has(key)]
-        if due:
-            self.ends[slot] = Ends(due)
+        """Plan checkpoints for the prompt of `slot`, at all `ends` (pages, key) without one."""
+        if missing := [(pages, key) for pages, key in ends if not self.has(key)]:
+            self.ends[slot] = missing
 
     def due(self, slot: int, num_pages: int) -> list[tuple[int, bytes]]:
         """Remove and return the due ends that a slot with `num_pages` full pages has reached."""
-        ends = self.ends.get(slot)
-        if ends is None:
-            return []
-        reached = [end for end in ends.due if end[0] <= num_pages]
-        ends.due = [end for end in ends.due if end[0] > num_pages]
-        return reached
+        ends = self.ends.pop(slot, [])
+        if left := [end for end in ends if end[0] > num_pages]:
+            self.ends[slot] = left
+        return [end for end in ends if end[0] <= num_pages]
 
-    def keep(self, slot: int, key: bytes, blocks: np.ndarray) -> None:
-        """Make a checkpoint of blocks that `slot` owns, unless the key has one."""
+    def keep(self, key: bytes, blocks: np.ndarray) -> None:
+        """Make a checkpoint of blocks that have an owner, unless the key has one."""
         if key not in self._cached:
-            self._cached[key] = Checkpoint(blocks, slot)
+            self._cached[key] = blocks
             self._references[blocks] += 1
-            self.ends[slot].kept.append(key)
-
-    def confirm(self, slot: int) -> None:
-        """Let other sequences use the checkpoints of `slot`, whose prompt is computed."""
-        for checkpoint in self._of(slot):
-            self._cached[checkpoint].slot = CONFIRMED
-        self.ends.pop(slot, None)
 
     def leave(self, slot: int) -> None:
-        """Drop the unconfirmed checkpoints of a slot whose sequence leaves."""
-        for key in self._of(slot):
-            self._forget(key)
+        """A slot whose sequence leaves makes no further checkpoints."""
         self.ends.pop(slot, None)
 
-    def _of(self, slot: int) -> list[bytes]:
-        """Keys of the slot's unconfirmed checkpoints. The checkpoint of a kept key may have
-        been evicted, and made again by another slot."""
-        kept = self.ends[slot].kept if slot in self.ends else []
-        return [key for key in kept if key in self._cached and self._cached[key].slot == slot]
-
     def _forget(self, key: bytes) -> None:
-        blocks = self._cached.pop(key).blocks
+        blocks = self._cached.pop(key)
         self._references[blocks] -= 1
         free = blocks[self._references[blocks] == 0].tolist()
         self._orphans += [block for block in free if block in self.idle]
@@ -148,13 +103,8 @@ class Checkpoints:
         """Assert that reference counts are right, and that every idle block belongs to a checkpoint
         or is listed as an orphan."""
         references = np.zeros_like(self._references)
-        for checkpoint in self._cached.values():
-            references[checkpoint.blocks] += 1
+        for blocks in self._cached.values():
+            references[blocks] += 1
         assert (references == self._references).all(), "references to checkpoints are miscounted"
         unkept = sorted(block for block in self.idle if not references[block])
         assert unkept == sorted(self._orphans), "orphans are the idle blocks without a checkpoint"
-        unconfirmed = [(c.slot, key) for key, c in self._cached.items() if c.slot != CONFIRMED]
-        for slot, key in unconfirmed:
-            assert key in self.ends[slot].kept, (
-                f"a checkpoint of slot {slot} will never be confirmed"
-            )

@@ -121,9 +121,6 @@ class LServeHost(HostPolicy):
         if self._can.unshared_from:
             num_tokens = np.where(prompts < self._can.unshared_from, num_tokens, 0)
         self.dense.confirm(slots, num_tokens, tokens)
-        if self.streaming and self.streaming.checkpoints.ends:
-            for slot in slots.tolist():
-                self.streaming.checkpoints.confirm(slot)
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
         end = self.dense.pin(slot, tokens, root)

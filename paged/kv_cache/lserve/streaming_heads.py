@@ -113,7 +113,7 @@ class StreamingHost(BlockHost):
         tables, checkpoints, P = self.block_tables, self.checkpoints, self._layout.page_size
         for slot in list(checkpoints.ends):
             for pages, key in checkpoints.due(slot, int(tables.num_tokens[slot]) // P):
-                checkpoints.keep(slot, key, tables.blocks[slot, self._read(pages * P)])
+                checkpoints.keep(key, tables.blocks[slot, self._read(pages * P)])
 
     def _trim(self) -> None:
         """Free blocks that no later query reads. A step in flight may still read them, but it runs
