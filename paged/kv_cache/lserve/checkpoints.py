@@ -3,8 +3,8 @@
 To continue a cached prefix, streaming heads need the blocks that the next query reads: the sink and
 the local pages before the query's page. A checkpoint references these blocks.
 The blocks are full or pinned, so no sequence writes them again. A checkpoint may be used as soon as
-it is made, because steps run in order, and whoever uses it computes in a later step. If windows need
-memory, unpinned checkpoints are evicted, the least recently used first.
+it is made, because steps run in order, and the sequence that uses it computes in a later step. If
+windows need memory, unpinned checkpoints are evicted, the least recently used first.
 """
 
 from collections import OrderedDict
