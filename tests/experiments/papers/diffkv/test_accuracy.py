@@ -1,6 +1,7 @@
 """DiffKV's accuracy studies: their systems, the memory that they measure, and their verdicts."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,10 @@ from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.lib import kv_held
+from experiments.lib.answers import ALL
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.program import Refused
-from experiments.papers.diffkv import equal_bytes, fig11_frontier
+from experiments.papers.diffkv import equal_bytes, equal_bytes_by_context, fig11_frontier
 from experiments.papers.diffkv import fig08_key_value_formats as key_value_formats
 from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
 from experiments.papers.diffkv import fig10_thresholds as thresholds
@@ -209,6 +211,19 @@ def test_thresholds_are_written_for_the_policy_to_read(tmp_path):
 def test_a_front_has_no_point_that_another_beats():
     points = {"a": (1.0, 90.0), "b": (0.5, 90.0), "c": (0.2, 70.0), "d": (0.3, 60.0)}
     assert equal_bytes.front(points) == ["c", "b"]
+
+
+def test_each_length_has_values_of_its_own():
+    flags = equal_bytes.BytesFlags(**FLAGS | {"contexts": (256, 512)})
+    found = {"vllm": found_with([True] * 4), "diffkv": found_with([True, False], 0.3)}
+    short = rows_of(found)
+    long = [replace(row, context=512, score=row.score / 2) for row in short]
+    rows = [*short, *long, *(replace(row, task=ALL, context=0) for row in short)]
+    numbers = equal_bytes_by_context.values(flags, rows)
+    assert (numbers["right_diffkv_256"], numbers["right_diffkv_512"]) == (50, 25)
+    assert numbers["held_diffkv_512"] == 0.3 and numbers["held_vllm_512"] == 1.0
+    assert numbers["right_diffkv"] == 50
+    equal_bytes_by_context.draw(flags, Figure(), rows)
 
 
 def test_every_system_of_the_flag_files_is_read():
