@@ -33,7 +33,7 @@ REPEATED = ("can_append", "append", "advance", "usage")
 
 class SteadyHost(HostPolicy, Protocol):
     """A host half whose free memory only shrinks while rows decode, so that a request without room
-    stays without room."""
+    stays without room. Without `free_ahead`, a simulated cluster takes its steps one by one."""
 
     def decode_steps(
         self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
@@ -177,9 +177,11 @@ class DecodeRuns:
     def ahead(self, flight: InFlight, previous_end_s: float) -> Ahead | None:
         """The steps that `next` would take if no request arrived in between, without taking them.
         None if there are none, if the step in flight has other rows, if a request waits, or if the
-        host half is not a `SteadyHost`."""
+        host half is not a `SteadyHost` with `free_ahead`."""
         policy = self._scheduler.policy
         if self._scheduler.waiting or not _is_steady(type(policy)):
+            return None
+        if not hasattr(policy, "free_ahead"):
             return None
         rows = self._rows(flight)
         if rows is None or not rows[1]:

@@ -94,8 +94,8 @@ def step_layout(
         "num_segments": (1 if adapters else 0,),
     }
     ends = itertools.accumulate(map(math.prod, shapes.values()))
-    starts = itertools.pairwise([0, *ends])
-    return {name: (slice(*at), shapes[name]) for name, at in zip(shapes, starts, strict=True)}
+    places = itertools.pairwise([0, *ends])
+    return {name: (slice(*at), shapes[name]) for name, at in zip(shapes, places, strict=True)}
 
 
 def unpack(packed, layout: dict[str, tuple[slice, tuple[int, ...]]]) -> StepInputs:

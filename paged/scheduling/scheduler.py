@@ -41,7 +41,7 @@ class Scheduler:
         self.running: list[SequenceGroup] = []  # by arrival order
         # nobody_enters: a step with the same rows admits no waiting group; one with fewer rows,
         # only if lacked_room. Reset when memory is freed, when a waiting group is aborted, when a
-        # prefill may have cached blocks, and by `add` (see there for exceptions).
+        # prefill may have cached blocks or checkpoints, and by `add` (see there for exceptions).
         # lacked_room: the last step had no room for a prompt.
         self.nobody_enters = self.lacked_room = False
         self._head_lacks_memory = False
@@ -321,6 +321,8 @@ class Scheduler:
         s.computed[slots] = ends
         s.length[slots] = length + yields
         self.policy.advance(number, slots, starts, ends)
+        if prefills and self.config.prefix_caching:
+            self.nobody_enters = False  # A waiting prompt may use a new checkpoint.
         for parent, child, shared in released.shares:
             self.policy.computed(parent, child, shared)
         return ScheduledStep(

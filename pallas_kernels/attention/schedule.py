@@ -57,6 +57,7 @@ def decode_schedule(
     empty_rows: whether a row without tokens is an item too, which writes zeros.
     """
     counts = [jnp.asarray(count, jnp.int32).reshape(-1) for count in counts]
+    assert sliding_window is None or len(counts) == 1, "a window of several precisions"
     of_each = [(count + tile - 1) // tile for count, tile in zip(counts, tiles, strict=True)]
     first_tile = first_token(counts[0], sliding_window) // tiles[0]
     work = sum(of_each[1:], of_each[0]) - first_tile

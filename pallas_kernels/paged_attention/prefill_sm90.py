@@ -215,8 +215,8 @@ def _attend(
                 seen &= key > query - sliding_window
             return jnp.where(seen, s, -jnp.inf)
 
-        def wait_for_values(entry):
-            slot, first_key = values.wait(entry), entry * KV_TILE
+        def wait_for_values(tile):
+            slot, first_key = values.wait(tile), tile * KV_TILE
 
             @pl.when((first_key + KV_TILE > length) | (first_key < oldest))
             def clear():
@@ -235,14 +235,14 @@ def _attend(
             )  # fmt: skip
         plgpu.barrier_wait(q_filled.at[warpgroup])
 
-        def begin_scores(entry, s_ref):
-            plgpu.wgmma(s_ref, my_q, k_s.at[keys.wait(entry)].transpose((1, 0)))
+        def begin_scores(tile, s_ref):
+            plgpu.wgmma(s_ref, my_q, k_s.at[keys.wait(tile)].transpose((1, 0)))
 
-        def softmax(entry, s, top, total):
+        def softmax(tile, s, top, total):
             """The weights in the values' dtype, the new maxima, the new sums, and the factor that
             scales the earlier sums."""
-            keys.hand_back(entry)
-            first_key = entry * KV_TILE
+            keys.hand_back(tile)
+            first_key = tile * KV_TILE
             if soft_cap is not None:
                 s = jnp.tanh(s * (scale / soft_cap))
             masked = first_key + KV_TILE > my_position + 1
@@ -259,20 +259,20 @@ def _attend(
             my_p[...] = p
             plgpu.commit_smem()
 
-        def step(entry, carry):
+        def step(tile, carry):
             acc, top, total = carry
-            wait_for_values(entry)
+            wait_for_values(tile)
             plgpu.barrier_wait(turn.at[warpgroup])
 
             def with_next(s_ref):
-                begin_scores(entry + 1, s_ref)
+                begin_scores(tile + 1, s_ref)
 
                 def meanwhile():
                     plgpu.barrier_arrive(turn.at[1 - warpgroup])
-                    return softmax(entry + 1, product_but(1, s_ref), top, total)
+                    return softmax(tile + 1, product_but(1, s_ref), top, total)
 
-                acc_, found = multiply_add(acc, my_p, v_s.at[values.slot(entry)], meanwhile)
-                values.hand_back(entry)
+                acc_, found = multiply_add(acc, my_p, v_s.at[values.slot(tile)], meanwhile)
+                values.hand_back(tile)
                 p, new_top, new_total, decay = found
                 keep(p)
                 return acc_ * rows(decay, acc_.shape), new_top, new_total
@@ -328,16 +328,16 @@ def _attend(
             for j, page in enumerate(ids):
                 plgpu.copy_gmem_to_smem(pool.at[page], buffer.at[pl.ds(j * P, P)], filled)
 
-        def fetch_tile(entry, _):
-            first_key = jnp.minimum(entry, end - 1) * KV_TILE
+        def fetch_tile(tile, _):
+            first_key = jnp.minimum(tile, end - 1) * KV_TILE
             table_ref = ins.tables.at[sequence, kv_head if ins.tables.shape[1] > 1 else 0]
             ids = tiles.page_ids(
                 table_ref, kv_head, first_key, KV_TILE, oldest, length, P, ins.offset
             )
             for pool, buffer, ring in (ins.k, k_s, keys), (ins.v, v_s, values):
-                slot = ring.free(entry)
+                slot = ring.free(tile)
                 copies = partial(copy, ids, pool, buffer.at[slot], ring.filled.at[slot])
-                pl.when(entry < end)(copies)
+                pl.when(tile < end)(copies)
 
         # After the last tile the loop only waits, because no barrier may end with pending arrivals.
         lax.fori_loop(begin, end + STAGES, fetch_tile, None)

@@ -112,12 +112,15 @@ def test_together_is_as_one_by_one(policy, data):
     assert fast == slow
 
 
-def test_a_prompt_that_waits_for_memory_enters_when_another_has_computed_their_prefix():
-    config = config_of("vllm", 80, prefix_caching=True, max_num_batched_tokens=128)
+@pytest.mark.parametrize("policy, tokens", [("vllm", 80), ("lserve", 248)])
+def test_a_prompt_that_waits_for_memory_enters_when_another_has_computed_their_prefix(
+    policy, tokens
+):
+    config = config_of(policy, tokens, prefix_caching=True, max_num_batched_tokens=128)
     prefix = [*range(3, 59)]
     requests = [
         Request(0.01 * i, [*prefix[:shared], 59], max_tokens, ignore_eos=True)
-        for i, (shared, max_tokens) in enumerate([(32, 40), (56, 16), (56, 16)])
+        for i, (shared, max_tokens) in enumerate([(32, 40), (56, 16), (56, 16), (56, 16)])
     ]
     cost = LinearCost(5e-3, 1e-5, 3e-6)
     slow, _ = served(config, cost, requests, None, skip=False)

@@ -90,7 +90,7 @@ def measure(flags: WasteFlags, run: Run) -> Iterator[Row]:
 
 
 def values(_: WasteFlags, rows: Sequence[Row]) -> Values:
-    """Fields of Row by policy. Names of Alpaca's have a suffix."""
+    """Fields of Row by policy. The names of Alpaca's values end in `_alpaca`."""
     names = (*report.MEMORY, "used", "batch")
     return {
         f"{name}_{row.policy}" + ("_alpaca" if row.dataset == "alpaca" else ""): getattr(row, name)

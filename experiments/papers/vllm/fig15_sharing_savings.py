@@ -88,8 +88,8 @@ class Row:
     """One case: a dataset, a method and a number of sequences.
 
     saving: mean saving over the steps, a fraction.
-    pooled: the saving of the blocks of all steps together, in which full steps count more.
-    one_token: `pooled` if blocks held one token.
+    pooled: the saving in the blocks of all steps, summed before the division.
+    one_token: `pooled` if blocks held one token. Compare it with `pooled`, not with `saving`.
     prompt_share: share of prompts in the tokens without sharing.
     length_tokens: tokens of a sequence, mean over the steps of all requests.
     unshared_tokens: those after the last token that all sequences share.

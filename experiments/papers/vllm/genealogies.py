@@ -1,4 +1,4 @@
-"""The parents of beams, and the tokens that sequences of these parents share at best."""
+"""Genealogies of beam searches: the parents of beams, and the tokens that beams can share."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence

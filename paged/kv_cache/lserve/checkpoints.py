@@ -4,7 +4,9 @@ To continue a cached prefix, streaming heads need the blocks that the next query
 the local pages before the query's page. A checkpoint references these blocks.
 The blocks are full or pinned, so no sequence writes them again. A checkpoint may be used as soon as
 it is made, because steps run in order, and the sequence that uses it computes in a later step. If
-windows need memory, unpinned checkpoints are evicted, the least recently used first.
+the prompt then ends without a token (preempted, aborted, or not finite), its checkpoints are
+forgotten: its other blocks are not published either. If windows need memory, unpinned checkpoints
+are evicted, the least recently used first.
 """
 
 from collections import OrderedDict
@@ -21,6 +23,7 @@ class Checkpoints:
     num_references: references of all pinned checkpoints.
     num_pinned: distinct blocks of pinned checkpoints.
     ends: (pages, key) of the ends of prefixes at which each slot's prompt will make checkpoints.
+    made: keys of the checkpoints of each prompt that has no token yet, by slot.
     """
 
     def __init__(self, num_blocks: int):
@@ -33,6 +36,7 @@ class Checkpoints:
         self._references = np.zeros(num_blocks, np.int64)
         self._orphans: list[int] = []  # idle blocks of no checkpoint
         self.ends: dict[int, list[tuple[int, bytes]]] = {}
+        self.made: dict[int, list[bytes]] = {}
 
     def __contains__(self, block: int) -> bool:
         return self._references[block] > 0
@@ -55,7 +59,8 @@ class Checkpoints:
         return self._cached[key]
 
     def begin(self, slot: int, ends: Iterable[tuple[int, bytes]]) -> None:
-        """Plan checkpoints for the prompt of `slot`, at all `ends` (pages, key) without one."""
+        """Plan checkpoints for the prompt of `slot`, at those `ends` (pages, key) whose key has no
+        checkpoint."""
         if missing := [(pages, key) for pages, key in ends if not self.has(key)]:
             self.ends[slot] = missing
 
@@ -66,15 +71,24 @@ class Checkpoints:
             self.ends[slot] = left
         return [end for end in ends if end[0] <= num_pages]
 
-    def keep(self, key: bytes, blocks: np.ndarray) -> None:
-        """Make a checkpoint of blocks that have an owner, unless the key has one."""
+    def keep(self, slot: int, key: bytes, blocks: np.ndarray) -> None:
+        """Make a checkpoint of blocks of `slot`, unless the key has one."""
         if key not in self._cached:
             self._cached[key] = blocks
             self._references[blocks] += 1
+            self.made.setdefault(slot, []).append(key)
+
+    def confirm(self, slots: np.ndarray) -> None:
+        """The prompts of `slots` have a token, so their checkpoints stay."""
+        for slot in self.made.keys() & set(slots.tolist()):
+            del self.made[slot]
 
     def leave(self, slot: int) -> None:
-        """A slot whose sequence leaves makes no further checkpoints."""
+        """The sequence of `slot` leaves. Forget the checkpoints of a prompt without a token."""
         self.ends.pop(slot, None)
+        for key in self.made.pop(slot, ()):
+            if key in self._cached:
+                self._forget(key)
 
     def _forget(self, key: bytes) -> None:
         blocks = self._cached.pop(key)

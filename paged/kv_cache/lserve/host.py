@@ -121,6 +121,8 @@ class LServeHost(HostPolicy):
         if self._can.unshared_from:
             num_tokens = np.where(prompts < self._can.unshared_from, num_tokens, 0)
         self.dense.confirm(slots, num_tokens, tokens)
+        if self.streaming:
+            self.streaming.checkpoints.confirm(slots)
 
     def pin(self, slot: int, tokens: np.ndarray, root: bytes) -> None:
         end = self.dense.pin(slot, tokens, root)

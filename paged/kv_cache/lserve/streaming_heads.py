@@ -1,8 +1,9 @@
 """The streaming pool of LServe's host half: sinks, and sliding windows.
 
 A sequence holds its first pages and its last pages. A query reads page p if `p < sink` or
-`p >= query's page - local`. A page is freed as soon as no later query reads it. A table has
-columns for the sink and a ring, so that a page keeps its column.
+`p >= query's page - local`. A page is freed as soon as no later query reads it. On the
+device, a sequence's table has columns for the sink, and a ring of columns for the window, so that a
+page keeps its column.
 
 Admission reserves the whole window: the most blocks that a sequence holds between steps. Chunks can
 need further blocks in a step. These blocks have reserved room too, and are freed before the next
@@ -92,7 +93,7 @@ class StreamingHost(BlockHost):
         return np.maximum(num_tokens // layout.page_size - layout.local, layout.sink)
 
     def _read(self, num_tokens: int) -> np.ndarray:
-        """Pages that the query after `num_tokens` tokens reads, without its own if that is new."""
+        """Pages that the query after `num_tokens` tokens reads, except its own if that is empty."""
         pages = np.arange(self.block_tables.blocks_for(num_tokens))
         return pages[(pages < self._layout.sink) | (pages >= self._first(num_tokens))]
 
@@ -109,11 +110,11 @@ class StreamingHost(BlockHost):
             self.pool.share(blocks)
 
     def _leave_checkpoints(self) -> None:
-        """Make checkpoints at the ends that this step reaches, before `_trim` frees windows."""
+        """Make checkpoints at the ends that this step reaches. The next `_trim` frees windows."""
         tables, checkpoints, P = self.block_tables, self.checkpoints, self._layout.page_size
         for slot in list(checkpoints.ends):
             for pages, key in checkpoints.due(slot, int(tables.num_tokens[slot]) // P):
-                checkpoints.keep(key, tables.blocks[slot, self._read(pages * P)])
+                checkpoints.keep(slot, key, tables.blocks[slot, self._read(pages * P)])
 
     def _trim(self) -> None:
         """Free blocks that no later query reads. A step in flight may still read them, but it runs
@@ -133,14 +134,14 @@ class StreamingHost(BlockHost):
         self._leave_checkpoints()
 
     def windows(self, slots: np.ndarray) -> np.ndarray:
-        """[S, sink + ring] blocks of `slots` [S], in the columns of `LServeLayout.column`. A column
-        of the ring is of its newest page."""
+        """[S, sink + ring] blocks of `slots` [S], in the columns of `LServeLayout.column`. The ring
+        holds the newest pages. No query reads a column without a page, which holds any block."""
         sink, ring, tables = self._layout.sink, self._layout.ring, self.block_tables
         newest = tables.num_blocks[slots][:, None] - 1
-        pages = newest - (newest - sink - np.arange(ring)) % ring
+        last, columns = (newest - sink) % ring, np.arange(ring)  # last: the newest page's column
+        pages = np.maximum(newest - last + columns - ring * (columns > last), 0)
         sinks = np.broadcast_to(np.arange(sink), (len(slots), sink))
-        columns = np.concatenate([sinks, np.maximum(pages, 0)], axis=1)
-        return tables.blocks[slots[:, None], columns]
+        return tables.blocks[slots[:, None], np.concatenate([sinks, pages], axis=1)]
 
     def free(self, slot: int) -> None:
         self.checkpoints.leave(slot)
@@ -189,6 +190,8 @@ class StreamingHost(BlockHost):
     def check(self) -> None:
         super().check()
         self.checkpoints.check()
-        tables = self.block_tables
-        held = np.count_nonzero(tables.blocks != NULL_BLOCK, axis=1)
-        assert (held == tables.num_blocks - tables.num_dropped).all(), "a page has no block"
+        tables, sink = self.block_tables, self._layout.sink
+        pages = np.arange(tables.blocks.shape[1])
+        window = (pages < sink) | (pages >= sink + tables.num_dropped[:, None])
+        held = window & (pages < tables.num_blocks[:, None])
+        assert ((tables.blocks != NULL_BLOCK) == held).all(), "a page has no block"

@@ -28,6 +28,11 @@ CONFIG = EngineConfig(
     max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64, page_size=4, kv_cache_tokens=208,
     watermark=0.05,
 )  # fmt: skip
+LSERVE = {
+    "policy": "lserve", "kv_cache_tokens": 400,
+    "policy_options": {"budget": 16, "sink": 4, "local": 4, "logical_page": 2,
+                       "gates": ((0.9, 0.1), (0.2, 0.8))},
+}  # fmt: skip
 
 
 class TimedHashing(HashingExecutor):
@@ -224,7 +229,8 @@ def timed_cluster(skip: bool, cost, adapters: int, **fields) -> SimulatedCluster
 
 @pytest.mark.parametrize("adapters", [0, 3])
 @pytest.mark.parametrize(
-    "fields", [{}, {"run_ahead": False}, {"policy": "orca_oracle"}, {"kv_cache_tokens": 1000}]
+    "fields",
+    [{}, {"run_ahead": False}, {"policy": "orca_oracle"}, {"kv_cache_tokens": 1000}, LSERVE],
 )
 def test_runs_of_decode_steps_are_as_steps_one_by_one(fields, adapters):
     """`skip` changes no output, record or observation, through evictions and consolidations."""
@@ -258,7 +264,8 @@ def test_runs_of_decode_steps_are_as_steps_one_by_one(fields, adapters):
             found.append((outputs, cluster.cluster.records, seen, cluster.now))
             moved += cluster.cluster.num_evictions + cluster.cluster.num_consolidations
         assert found[0] == found[1]
-    assert logged[True] < 0.8 * logged[False]
+    # LServe's host half has no `free_ahead`.
+    assert fields is LSERVE or logged[True] < 0.8 * logged[False]
     assert moved or "kv_cache_tokens" in fields or "policy" in fields
 
 

@@ -96,7 +96,7 @@ class HostBesideMemory(RuleBasedStateMachine):
         free = [slot for slot in range(self.config.max_num_seqs) if slot not in self.running]
         group = SequenceGroup("", 0, np.array(tokens, np.int32), SamplingParams(), 0, limit)
         (sequence,) = group.sequences
-        if not free or not self.host.fits(limit, 1):
+        if not free or limit > self.config.max_model_len or not self.host.fits(limit, 1):
             return
         if not self.host.can_admit([sequence], keep_watermark=False):
             assert self.running, "a sequence that fits is refused though nothing runs"

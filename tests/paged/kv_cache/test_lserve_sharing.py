@@ -32,6 +32,20 @@ def test_memory_that_is_set_aside_keeps_checkpoints_in_a_crowd(checkpoints, foun
     engine.host_policy.check()
 
 
+def test_a_prompt_that_ends_without_a_token_leaves_no_checkpoint():
+    engine = simulated("lserve")
+    prompt, checkpoints = [5 + i for i in range(15)], engine.host_policy.streaming.checkpoints
+    name = engine.add_request(prompt, HOW)
+    while not checkpoints.made:
+        engine.step()
+    engine.abort(name)
+    assert not checkpoints.made and not len(checkpoints.cached_blocks)
+    for _ in range(2):
+        engine.generate([prompt], HOW)
+    assert cached(engine)[-2:] == [0, 14] and len(checkpoints.cached_blocks)
+    engine.host_policy.check()
+
+
 def test_output_is_shared_as_far_as_no_page_was_selected():
     engine = simulated("quest")
     (first,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True, seed=0))
