@@ -276,7 +276,7 @@ def with_shared_prefix() -> list[list[int]]:
 def check_hits(engine: Engine, outputs: Sequence[RequestOutput]) -> None:
     """Raises Wrong if a prompt hit no cached prefix. Raises ValueError if, under this policy,
     prompts of the same length share no prefix."""
-    can = engine.config.capabilities
+    can = engine.config.parts
     for output in outputs:
         if not can.shares(len(output.prompt_tokens)):
             raise ValueError(f"prompts of {can.unshared_from} tokens or more share no prefix")
@@ -296,7 +296,7 @@ def pinned_prefix(bench: Bench) -> None:
     """Serve prompts after a pinned prefix. A policy that stages prompts in tiles keeps the pinned
     prefix staged instead of in the prefix cache."""
     asked = with_shared_prefix()
-    if bench.config().capabilities.staged_tile:
+    if bench.config().parts.staged_tile:
         bench = bench.variant(
             policy_options=replace(bench.config().policy_options, pins=1), **CHUNKS
         )

@@ -9,7 +9,7 @@ from models.lora import num_pages
 from paged import checks
 from paged.checks import described
 from paged.kv_cache import NAMES, policy_of
-from paged.kv_cache.policy import CacheConfig, Capabilities, NoOptions
+from paged.kv_cache.policy import CacheConfig, NoOptions, Parts
 from paged.requests.sampling_params import MAX_SEQUENCES
 from pallas_kernels.lora import PAGE_RANKS
 
@@ -130,7 +130,7 @@ class EngineConfig(CacheConfig):
         policy_of(self.policy)
         self._check_ranges()
         self._make_options()
-        can = self.capabilities
+        can = self.parts
         self._fill_defaults(can)
         others = self.max_num_seqs - 1
         if self.chunked_prefill and can.min_chunk + others > self.max_num_batched_tokens:
@@ -143,10 +143,6 @@ class EngineConfig(CacheConfig):
             raise ValueError(f"policy {self.policy!r} cannot share prefixes: prefix_caching")
         if self.preemption_mode == "swap" and not can.swap:
             raise ValueError(f"policy {self.policy!r} cannot swap a sequence: preemption_mode")
-        if self.preemption_mode == "recompute" and not can.recompute:
-            raise ValueError(f"policy {self.policy!r} cannot recompute a sequence: preemption_mode")
-        if not (can.swap or can.recompute):
-            raise ValueError(f"policy {self.policy!r} can neither swap nor recompute a sequence")
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a whole sequence must fit a step: max_num_batched_tokens "
@@ -168,7 +164,7 @@ class EngineConfig(CacheConfig):
             raise checks.refusal("policy_options", allowed, options)
         checks.make_plain(self.policy_options)
 
-    def _fill_defaults(self, can: Capabilities) -> None:
+    def _fill_defaults(self, can: Parts) -> None:
         object.__setattr__(self, "chunked_prefill", self.chunked_prefill and can.chunked_prefill)
         if self.max_num_batched_tokens == 0:
             others = self.max_num_seqs - 1
@@ -218,5 +214,5 @@ class EngineConfig(CacheConfig):
         return self.adapter_pages or self.adapter_slots * num_pages(self.max_adapter_rank)
 
     @property
-    def capabilities(self) -> Capabilities:
-        return policy_of(self.policy).capabilities(self)
+    def parts(self) -> Parts:
+        return policy_of(self.policy).parts(self)

@@ -43,8 +43,6 @@ def check_known(
         raise ValueError(
             f"known output has {len(known)} sequences, and the request has {sampling.num_sequences}"
         )
-    if not config.capabilities.recompute:
-        raise ValueError(f"policy {config.policy!r} cannot recompute known output")
     if sampling.temperature > 0 and sampling.seed is None:
         raise ValueError("known output that was sampled can go on only with its seed")
     for output in known:

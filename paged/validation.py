@@ -169,7 +169,7 @@ def check_group(sampling: SamplingParams, model: ModelConfig, config: EngineConf
             f"{count} sequences of a request must run side by side: max_num_seqs is "
             f"{config.max_num_seqs}"
         )
-    if sampling.is_beam_search and config.capabilities.fork == "no":
+    if sampling.is_beam_search and config.parts.fork == "no":
         raise ValueError(f"policy {config.policy!r} cannot fork a sequence: beam_width")
     # The device returns MAX_LOGPROBS candidates for each beam.
     most = min(MAX_LOGPROBS, model.vocab_size) - len(model.eos_token_ids)
@@ -194,7 +194,7 @@ def check_stop_strings(tokenizer, stop: tuple[str, ...]) -> None:
 def check_pin(prompt: np.ndarray, cache_salt, config: EngineConfig, policy) -> None:
     """Raise ValueError without prefix caching or a free pin, for a prompt that is too short to pin
     or that the policy never shares, and unless the salt is text."""
-    can = config.capabilities
+    can = config.parts
     if not (config.prefix_caching or can.pins):
         staged = f"option pins of policy {config.policy!r}"
         needed = staged if can.staged_tile else "prefix_caching"

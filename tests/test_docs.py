@@ -14,6 +14,7 @@ import pytest
 
 from experiments import report, reproduce
 from experiments.lib import run_record
+from experiments.lib.presets import PRESETS, TINY
 from experiments.lib.shipped import ROOT
 from models.checkpoint import load_config
 from paged.config import EngineConfig
@@ -276,6 +277,20 @@ def test_the_picture_of_a_step_has_the_devices_slot_mapping():
     *_, plan = policy.begin_step(policy.init(), inputs)
     real = np.asarray(plan.written)
     assert (np.asarray(plan.slot_mapping)[real, 0] == example["slot_mapping"](inputs)[real]).all()
+
+
+def test_the_table_of_parts_is_that_of_the_presets():
+    row = r"^\| ([\w, ]+) \| (host \w+|device pages) \| [^|]+ \| ([^|]+) \| ([^|]+) \|$"
+    rows = re.findall(row, (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    stated = {
+        name: (owner.split()[1], keeps == "all", reads == "all")
+        for names, owner, keeps, reads in rows
+        for name in names.split(", ")
+    }
+    parts = {name: preset.engine_config(TINY).parts for name, preset in PRESETS.items()}
+    assert stated == {
+        name: (of.owner, of.keeps == "all", of.reads == "all") for name, of in parts.items()
+    }
 
 
 @pytest.mark.slow

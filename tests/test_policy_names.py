@@ -81,7 +81,7 @@ def test_no_tool_names_an_op(folder):
 @pytest.mark.parametrize(
     "source, found",
     [
-        ("from paged.kv_cache.lserve import gates", 1),
+        ("from paged.kv_cache.lserve import options", 1),
         ("import paged.kv_cache.diffkv as x", 1),
         ("x = 'diffkv'", 1),
         ("x = f'--lserve_budget={1}'", 1),

@@ -106,7 +106,7 @@ def compile_step(flags: StepFlags) -> tuple[Report, str]:
     token_bytes = kv_bytes_of_token(shards.model, dtype) * model.num_layers
     compiled_as = COMPILED[flags.policy]
     options = compiled_as.options(model, flags.streaming_share, flags.kv_bits)
-    can = EngineConfig(policy=flags.policy, policy_options=options).capabilities
+    can = EngineConfig(policy=flags.policy, policy_options=options).parts
     whole = not can.chunked_prefill
     config = EngineConfig(
         max_num_seqs=step.decodes,

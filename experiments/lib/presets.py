@@ -1,4 +1,6 @@
-"""Presets of policies and of flag files, at a size that any machine runs in seconds."""
+"""Presets: policies and settings like those of the flag files, at a size that any machine runs in
+seconds. qaq has two precisions (its flag file three); pages of quest hold two logical pages (one).
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -42,9 +42,8 @@ def observe(users: Users) -> None:
 
 def _of_engine(users: Users) -> list[Mechanism]:
     config, known, found = users.engine.config, users.engine.adapters.by_content.values(), []
-    if config.capabilities.swap or config.capabilities.recompute:
-        count = "swapped_out" if config.preemption_mode == "swap" else "preemptions"
-        found.append(Mechanism(count, "no preemption", "a smaller --kv_cache_tokens, or more time"))
+    count = "swapped_out" if config.preemption_mode == "swap" else "preemptions"
+    found.append(Mechanism(count, "no preemption", "a smaller --kv_cache_tokens, or more time"))
     if config.prefix_caching:
         flags = "a smaller --page_size, or more time"
         found.append(Mechanism("cached_tokens", "no hit in the prefix cache", flags))

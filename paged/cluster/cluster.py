@@ -280,17 +280,16 @@ class Cluster:
         victim = newest(gpu)
         if victim is None or not status.working_set <= ours:
             return
-        if self.state.limits.moves:
-            self._take_away(victim)
-            self._queue(victim)
-            self.num_evictions += 1
+        self._take_away(victim)
+        self._queue(victim)
+        self.num_evictions += 1
 
     def _lose(self, gpu: Gpu) -> None:
-        """Queue a dead runner's requests again (§5.3), or end them if they cannot move."""
+        """Queue a dead runner's requests again (§5.3), or end them if no runner is left."""
         del self.state.gpus[gpu.uuid]
         for job in gpu.working_set.values():
             job.gpu, job.attempt = None, 0
-            if self.state.gpus and (self.state.limits.moves or not job.has_output):
+            if self.state.gpus:
                 self._queue(job)
                 self.num_recoveries += 1
             else:

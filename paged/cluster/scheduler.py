@@ -24,17 +24,12 @@ LIGHT = 0.5  # load below which a GPU is lightly loaded; with one such GPU, no m
 
 @dataclass(frozen=True)
 class Limits:
-    """The capacity of each GPU.
-
-    max_batch: sequences in a batch.
-    moves: whether a request with output may move; the target recomputes its keys and values.
-    """
+    """The capacity of each GPU. max_batch: sequences in a batch."""
 
     max_batch: int
     kv_tokens: int
     page_size: int
     watermark_tokens: int
-    moves: bool = True
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Limits":
@@ -44,7 +39,6 @@ class Limits:
             kv_tokens=blocks * config.page_size,
             page_size=config.page_size,
             watermark_tokens=int(config.watermark * blocks) * config.page_size,
-            moves=config.capabilities.recompute,
         )
 
     def needed(self, num_tokens: int) -> int:
@@ -204,10 +198,10 @@ def rebalance(state: ClusterState) -> list[Move]:
     """Moves that empty one GPU. Its load is at most CONSOLIDATED, and all its requests fit on other
     busy GPUs. If several GPUs qualify, the GPU with the smallest batch is emptied.
 
-    No moves while requests are queued, or if the policy cannot recompute output. GPUs that run beam
-    searches are not emptied: a moved beam search starts over.
+    No moves while requests are queued. GPUs that run beam searches are not emptied: a moved beam
+    search starts over.
     """
-    if state.queue or not state.limits.moves:
+    if state.queue:
         return []
     busy = [gpu for gpu in state.gpus.values() if gpu.working_set]
     light = [gpu for gpu in busy if gpu.load <= CONSOLIDATED]

@@ -203,7 +203,7 @@ class StepProgram:
             shards,
             policy.device(config, shards.sharded, implementation),
             pools=sizes.pools,
-            slot_state=config.capabilities.slot_state,
+            slot_state=config.parts.slot_state,
             num_slots=config.max_num_seqs,
             table_width=sizes.table_width,
             prefill_rows=config.max_prefills_per_step,

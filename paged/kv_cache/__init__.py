@@ -1,4 +1,4 @@
-"""KV-cache policies: content of pages, page selection by head, and ownership of pages."""
+"""KV-cache policies: owner and format of pages, kept tokens, and read pages (see `parts`)."""
 
 import importlib
 

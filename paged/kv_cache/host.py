@@ -47,9 +47,11 @@ class HostPolicy(Protocol):
     - a step's results arrive: `observe`
     - its tokens are applied: `free`, `fork`
     - running groups grow: `can_append`, `swap_out` or `free` of preempted groups, `append`
-    - groups enter: `can_admit` and `admit`, or `can_swap_in` and `swap_in`
+    - groups enter: `can_admit` and `admit`, or `can_swap_in` and `swap_in`; then `append`
     - the next step is decided: `advance`, `computed`, `take_moves`
     - its inputs are built: `tables`
+
+    With `run_ahead`, a step's results arrive after the next step's `tables`.
 
     If no step is in flight, a group that `fits` always has room: `can_append` is true when the
     group runs alone, `can_admit` and `can_swap_in` are true when nothing runs.
@@ -85,7 +87,7 @@ class HostPolicy(Protocol):
 
     @property
     def num_pinned(self) -> int:
-        """Number of pinned prefixes, for policies with the capability `pins`."""
+        """Number of pinned prefixes, for policies with `pins`."""
         return 0
 
     def pinned(self, sequence: Sequence) -> int:
@@ -110,7 +112,7 @@ class HostPolicy(Protocol):
     def fork(self, parent: int, child: int) -> None:
         """`child` continues from all computed tokens of `parent`. Forks may overcommit memory;
         `can_append` then returns False."""
-        raise AssertionError("no fork: see the policy's capabilities")
+        raise AssertionError("no fork: see the policy's parts")
 
     def advance(self, number: int, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         """Step `number` will write tokens starts [n] to ends [n] - 1 of `slots` [n]. Memory that no
@@ -133,7 +135,7 @@ class HostPolicy(Protocol):
     def swap_out(self, slots: list[int]) -> Any:
         """Move the content of `slots` to the host's memory, and free the slots. Returns the
         argument of `swap_in`."""
-        raise AssertionError("no swap: see the policy's capabilities")
+        raise AssertionError("no swap: see the policy's parts")
 
     def can_swap_in(self, swapped: Any, keep_watermark: bool) -> bool:
         """Whether there is room to swap the sequences in. keep_watermark: other sequences run, so

@@ -44,28 +44,28 @@ class Pool:
 @dataclass
 class Moves:
     """The executor performs the moves in the order of these fields: `after` after the step, all
-    other moves before it. Only `dropped` is out of order: it follows `slot_imports`.
+    other moves before it.
 
     exports: (unit, host unit) by pool, swapped out to the host's memory.
     slot_exports: (slot, key), slot states swapped out.
     released: slots whose sequences have ended or been preempted.
     slot_imports: (key, slot), slot states swapped in.
+    dropped: keys of slot states that will not be imported.
     imports: (host unit, unit) by pool, swapped in from the host's memory.
     copies: (source, destination) units by pool.
     slot_copies: (parent, child) slots.
     after: (parent, child) slots, copied after the step, which computes the shared tokens.
-    dropped: keys of slot states that will not be imported.
     """
 
     exports: dict[str, Pairs] = field(default_factory=partial(defaultdict, list))
     slot_exports: Pairs = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     slot_imports: Pairs = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
     imports: dict[str, Pairs] = field(default_factory=partial(defaultdict, list))
     copies: dict[str, Pairs] = field(default_factory=partial(defaultdict, list))
     slot_copies: Pairs = field(default_factory=list)
     after: Pairs = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
 
     def export_slot(self, slot: int, key: int) -> None:
         """Export a slot's state. If a copy into the slot is pending, export the copy's source."""

@@ -31,7 +31,7 @@ from paged.blocks.buddy_allocator import BuddyAllocator
 from paged.kv_cache import vllm
 from paged.kv_cache.host import HostPolicy, Sizes, owners_of
 from paged.kv_cache.moves import Moves
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, Parts, Policy, ShardedModel
 from paged.kv_cache.usage import Usage
 from paged.kv_cache.vllm.host import BLOCKS, vllm_pool
 
@@ -186,11 +186,9 @@ def _check(config: CacheConfig, model: ModelConfig | None) -> None:
 
 
 def _policy(reserve: Reserve, static_batching: bool = False) -> Policy:
-    can = Capabilities(
-        chunked_prefill=True, recompute=True, recompute_exact=True, static_batching=static_batching
-    )
+    parts = Parts("runs", static_batching=static_batching)
     host = partial(ReservingHost, reserve=reserve)
-    return Policy(lambda config: can, sizes, host, vllm.device, _check, layout=vllm.layout_of)
+    return Policy(lambda config: parts, sizes, host, vllm.device, _check, layout=vllm.layout_of)
 
 
 ORCA_MAX = _policy(lambda prompt, limit, longest: longest)

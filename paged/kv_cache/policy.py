@@ -1,8 +1,8 @@
 """The interface of a KV-cache policy: a host half over integers and a device half over arrays.
 
-The host half decides which units of memory are copied or swapped around a step (`Moves`) and which
-pages a row may read (`tables`). The device half executes these decisions. A device half that
-manages pages itself reports their numbers to the host half.
+The host half decides which units of memory are copied or swapped around a step (`Moves`) and, if it
+owns the pages, which of them a row may read (`tables`). The device half executes these decisions. A
+device half that owns the pages reports their numbers to the host half.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from paged.kv_cache.capabilities import Capabilities
 from paged.kv_cache.host import HostPolicy, Sizes
 from paged.kv_cache.moves import Moves, Pairs
+from paged.kv_cache.parts import Parts
 from paged.kv_cache.work import Layout, kv_bytes_of_token
 from paged.step_inputs import StepInputs
 
@@ -84,7 +84,7 @@ class CacheConfig:
         return self.kv_cache_tokens // self.page_size + 1
 
     @property
-    def capabilities(self) -> Capabilities:
+    def parts(self) -> Parts:
         raise NotImplementedError
 
 
@@ -145,7 +145,7 @@ class DevicePolicy(Protocol):
 
 
 class SlotStateDevice(DevicePolicy, Protocol):
-    """The further methods of a device half with the capability `slot_state`. slots: [C] int32."""
+    """The further methods of a device half with `slot_state`. slots: [C] int32."""
 
     def release_slots(self, cache, slots) -> Any:
         """Clear the state of `slots`, whose sequences have left. No other call clears a state."""
@@ -202,7 +202,7 @@ class NoOptions:
 class Policy:
     """A KV-cache policy.
 
-    capabilities: its capabilities under a configuration.
+    parts: its parts under a configuration, from which its capabilities follow.
     sizes: computes the sizes of its cache.
     host: builds its host half.
     device: builds its device half. The third argument, `implementation`, is for the attention ops.
@@ -216,7 +216,7 @@ class Policy:
         device half reports nothing.
     """
 
-    capabilities: Callable[[CacheConfig], Capabilities]
+    parts: Callable[[CacheConfig], Parts]
     sizes: Callable[[CacheConfig, ShardedModel], Sizes]
     host: Callable[[CacheConfig, ShardedModel], HostPolicy]
     device: Callable[[CacheConfig, ShardedModel, str | None], DevicePolicy]

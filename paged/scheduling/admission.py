@@ -38,7 +38,7 @@ class PrefillRoom:
             return left
         if not self._config.chunked_prefill:
             return 0
-        can, length, page = self._config.capabilities, start + left, self._config.page_size
+        can, length, page = self._config.parts, start + left, self._config.page_size
         if tile := can.staged_tile:
             whole = most // tile * tile
             last = tile if left - whole == 1 else 0

@@ -34,7 +34,7 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, policy: HostPolicy, gate: AdapterStore | None = None):
-        self.config, self.policy, self._can = config, policy, config.capabilities
+        self.config, self.policy, self._can = config, policy, config.parts
         self.gate = gate or AdapterStore(0, 0)
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self._can.replays)
         self.waiting: deque[SequenceGroup] = deque()  # by arrival order
@@ -153,7 +153,6 @@ class Scheduler:
                 self._release(sequence, Status.SWAPPED)
             self.returning.add(group)
         else:
-            assert self._can.recompute, "no room to swap to, and nothing can be recomputed"
             for sequence in sequences:
                 self._free(sequence, Status.WAITING)
         self._leave_device(group)

@@ -12,7 +12,7 @@ from experiments.workloads.workloads import Request
 from paged.config import EngineConfig
 from paged.engine import Engine
 from paged.kv_cache import POLICIES, policy_of
-from paged.kv_cache.capabilities import Capabilities
+from paged.kv_cache.parts import Parts
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import LinearCost, SimulatedExecutor
@@ -28,12 +28,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def capabilities_of(policy: str) -> Capabilities:
-    return EngineConfig(policy=policy, page_size=8, policy_options=OPTIONS.get(policy)).capabilities
+def parts_of(policy: str) -> Parts:
+    return EngineConfig(policy=policy, page_size=8, policy_options=OPTIONS.get(policy)).parts
 
 
 def config_of(policy: str, tokens: int, **fields) -> EngineConfig:
-    can = capabilities_of(policy)
+    can = parts_of(policy)
     if not can.chunked_prefill or can.staged_tile:
         fields |= {"chunked_prefill": False, "max_num_batched_tokens": 128}
     fields["prefix_caching"] = can.prefix_cache and fields.get("prefix_caching", False)
@@ -67,11 +67,11 @@ def served(config: EngineConfig, cost, requests, sampling, *, skip: bool, adapte
 @st.composite
 def runs(draw, policy: str):
     """(configuration, cost of a step, requests, their sampling parameters, number of adapters)."""
-    can = capabilities_of(policy)
+    can = parts_of(policy)
     fields = {
         "run_ahead": draw(st.booleans()),
         "prefix_caching": draw(st.booleans()),
-        "preemption_mode": draw(st.sampled_from(["auto", *["recompute"] * can.recompute])),
+        "preemption_mode": draw(st.sampled_from(["auto", "recompute"])),
         "max_num_seqs": draw(st.sampled_from([4, 8])),
     }
     adapters = draw(st.sampled_from([0, 0, 3]))

@@ -3,7 +3,7 @@
 from experiments.lib import shipped
 from experiments.lib.typed_flags import ModelFlags
 from models import checkpoint
-from paged.kv_cache.lserve.gates import Gates, read_gates
+from paged.kv_cache.gates import Gates, read_gates
 
 BUNDLED_GATES = "models/bundled/duo_gates.json"
 JUDGE_GATES = "models/judge/duo_gates.json"

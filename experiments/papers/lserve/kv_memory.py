@@ -20,7 +20,7 @@ from models import checkpoint
 from models.config import ModelConfig
 from paged.config import EngineConfig
 from paged.kv_cache import lserve
-from paged.kv_cache.lserve.gates import Gates
+from paged.kv_cache.gates import Gates
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 

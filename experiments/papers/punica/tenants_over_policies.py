@@ -34,7 +34,7 @@ from models import checkpoint
 from models.hub import BUNDLED
 from paged.config import EngineConfig
 from paged.engine import Engine
-from paged.kv_cache.lserve.gates import read_gates
+from paged.kv_cache.gates import read_gates
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput
 

@@ -29,27 +29,24 @@ from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.diffkv.options import AUTO, Options, check_options
 from paged.kv_cache.diffkv.simulated import SimulatedPages
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, Parts, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
 
 __all__ = ["DIFFKV", "DiffKVDevice", "DiffKVHost", "Options", "device"]
 
 
-def capabilities(config: CacheConfig) -> Capabilities:
-    """Chunks of a prompt are staged unquantised until its last chunk. All queries of the prompt
-    decide which tokens are kept, and they attend to unquantised keys.
-
-    Prefixes are not cached, because the suffix also decides which of a prefix's tokens are kept.
-    Pinned prefixes are stored unquantised.
-
-    Prefill would compress generated tokens by the rule for prompts. So `recompute_exact` is true
-    only if all tokens are kept unquantised, and all are read."""
+def parts(config: CacheConfig) -> Parts:
+    """Chunks of a prompt are staged unquantised until its last chunk: all queries of the prompt
+    decide which tokens are kept, and they attend to unquantised keys. Pinned prefixes are stored
+    unquantised."""
     options: Options = config.policy_options
     as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
-    return Capabilities(
-        fork="computed", swap=True, recompute=True,
-        recompute_exact=options.keeps_all and as_they_are and not options.reads, slot_state=True,
-        chunked_prefill=True, staged_tile=options.prompt_tile, pins=options.pins,
+    return Parts(
+        "pages",
+        format="stored" if as_they_are else "staged",
+        keeps="all" if options.keeps_all else "prompt",
+        reads="selected" if options.reads else "all",
+        slot_state=True, staged_tile=options.prompt_tile, pins=options.pins,
     )  # fmt: skip
 
 
@@ -64,17 +61,16 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     layout = layout_of(config, ShardedModel.split(model, config.tensor_parallel))
     if layout.num_pages < layout.worst(1):
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) hold no sequence beside page tables"
-            f"{' and the chunks of a prompt' if layout.staged else ''}: "
-            f"{layout.num_pages} pages, of which a token of each head takes {layout.worst(1)}"
+            f"kv_cache_tokens ({config.kv_cache_tokens}) are too few for a sequence: page tables"
+            f"{' and staged chunks' if layout.staged else ''} leave {layout.num_pages} pages, and "
+            f"a token of each head takes {layout.worst(1)}"
         )
     # Each padding entry has its own page index above the pool.
     pages = layout.num_pages * max(1, layout.logical_pages)
     if pages >= 2**31 - 2**27:
         raise ValueError(
-            f"kv_cache_tokens ({config.kv_cache_tokens}) exceed the pages that an int32 can name: "
-            f"{pages}, logical ones where pages are selected, and fewer than {2**31 - 2**27} are "
-            "allowed"
+            f"kv_cache_tokens ({config.kv_cache_tokens}) make {pages} pages (with read_pages, "
+            f"logical pages), but an int32 index allows fewer than {2**31 - 2**27}"
         )
     # A swap unit is slot * max_pages + the number of the page in the slot.
     if layout.num_slots * layout.max_pages >= 2**31 - 1:
@@ -91,13 +87,13 @@ def device(
     layout = layout_of(config, model)
     alpha = tuple(level.alpha for level in options.levels)
     return DiffKVDevice(
-        layout, Keeps(options.rules, layout.streaming, layout.rest), model.shard.num_heads, alpha,
-        model.shard.attention.within(config.max_model_len), options.budget, implementation,
+        layout, Keeps(options.rules, layout.streaming, layout.residual), model.shard.num_heads,
+        alpha, model.shard.attention.within(config.max_model_len), options.budget, implementation,
         SharedHeads.of(model), model.kv_dtype(config.kv_dtype),
     )  # fmt: skip
 
 
 DIFFKV = Policy(
-    capabilities, sizes, DiffKVHost, device, check, Options,
+    parts, sizes, DiffKVHost, device, check, Options,
     layout=layout_of, simulated=SimulatedPages,
 )  # fmt: skip

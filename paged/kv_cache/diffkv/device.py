@@ -204,8 +204,8 @@ class DiffKVDevice:
                 rank = self.keeps.places(streams, positions, rank)
             of, place, written, new = row, rank, kept, tokens
             if format.key_group:
-                assert self.keeps.rest is not None
-                of, place, written, new = self.keeps.rest.groups(
+                assert self.keeps.residual is not None
+                of, place, written, new = self.keeps.residual.groups(
                     plan.lengths, places.starts, k_TxKxD, v_TxKxD
                 )
             column = page_manager.allocated_column(
@@ -268,10 +268,10 @@ class DiffKVDevice:
         )
         coming = leaving = new
         by_token = layout.formats
-        if self.keeps.rest is not None:
+        if self.keeps.residual is not None:
             by_token = layout.formats[:1]
-            begins = arrives[:, 1] & (at[:, 1] % self.keeps.rest.group == 0)
-            words = self.keeps.rest.lower(
+            begins = arrives[:, 1] & (at[:, 1] % self.keeps.residual.group == 0)
+            words = self.keeps.residual.lower(
                 words, tables, cache.pages.runs[0], layout.formats, positions, begins, page[:, 1],
                 at[:, 1],
             )  # fmt: skip
@@ -306,7 +306,7 @@ class DiffKVDevice:
             implementation=self.implementation,
             schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
-        if self.keeps.rest is not None:  # KIVI needs no scores
+        if self.keeps.residual is not None:  # KIVI needs no scores
             return self.shared.own(out), replace(cache, words=words)
         kept = [x.reshape(R, *x.shape[2:]) for x in kept]
         if layout.reads:

@@ -112,7 +112,7 @@ class DiffKVHost(HostPolicy):
         self.pools = self._sizes.pools
         self._all_heads = model.whole.num_layers * model.whole.num_kv_heads
         self._watermark = int(config.watermark * self.capacity)
-        self._can = config.capabilities
+        self._can = config.parts
         self._pinned: list[Pinned] = []
         self._known = np.zeros((6, layout.num_slots), np.int64)
         self._held, self._settled, self._computed, *rest = self._known

@@ -1,16 +1,16 @@
 """The tokens that each KV head keeps. A `Keeper` decides by score (`compression.Rules`), by age
-(`Rest`) or by position (`StreamingHeads`). By age or by position, the precision and place of each
-token depend only on the number of tokens.
+(`Residual`) or by position (`StreamingHeads`). By age or by position, the precision and place of
+each token depend only on the number of tokens.
 
-KIVI (arXiv:2402.02750): the newest tokens (the rest; the paper's residual) are in 16 bits, older
+KIVI (arXiv:2402.02750): the newest tokens (the residual) stay in the highest precision, older
 tokens in few bits. Keys have a scale for each channel and group of tokens. Values have a scale for
 each token and group of channels.
 
-The rest is a ring of whole groups in the highest precision. A new token replaces the oldest token.
-If the oldest token is the first of its group, the whole group is quantised and written. The group's
-other tokens are read unquantised until they are replaced.
+The residual is a ring of whole groups in the highest precision. A new token replaces the oldest
+token. If the oldest token is the first of its group, the whole group is quantised and written. The
+group's other tokens are read unquantised until they are replaced.
 
-So a rest of R tokens always holds the newest R keys and values. In the paper R values are
+So a residual of R tokens always holds the newest R keys and values. In the paper R values are
 unquantised, too, but only 0 to R - 1 keys. No token is dropped. The state after a prompt
 equals the state after generating the same tokens.
 
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from paged.kv_cache.diffkv.compression import Decision, Found, Keeper, Rules
-from paged.kv_cache.lserve.gates import GatedOptions, by_shard
+from paged.kv_cache.gates import GatedOptions, by_shard
 from paged.kv_cache.policy import ShardedModel
 from paged.kv_cache.scatter import distinct
 from pallas_kernels.quantized_attention import PageFormat, Tokens
@@ -53,7 +53,7 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rest:
+class Residual:
     """A `Keeper` that decides by age.
 
     tokens: R, a multiple of the group.
@@ -64,7 +64,7 @@ class Rest:
     group: int
 
     def beyond(self, num_tokens):
-        """Number of tokens of a sequence outside the rest."""
+        """Number of tokens of a sequence outside the residual."""
         return (num_tokens > self.tokens) * (num_tokens - self.tokens)
 
     def split(self, num_tokens) -> tuple:
@@ -89,7 +89,7 @@ class Rest:
         return sorted(range(beyond, num_tokens), key=self.place), list(range(beyond))
 
     def decide(self, found: Found, positions, alpha, kept, budget) -> Decision:
-        # In a full rest, a new token replaces the oldest token, which moves to the lower precision.
+        # In a full residual, a new token replaces the oldest one, which moves down.
         positions = jnp.broadcast_to(positions, kept.shape)
         full = positions >= self.tokens
         arrives = jnp.stack([jnp.ones_like(full), full], -1)
@@ -98,7 +98,7 @@ class Rest:
         return Decision(arrives, replaces, at)
 
     def groups(self, lengths_S, starts_S, k_TxKxD, v_TxKxD) -> Groups:
-        """The prompts' groups that have a token outside the rest. The rows hold all tokens of
+        """The prompts' groups that have a token outside the residual. The rows hold all tokens of
         the prompts, so each group is complete.
 
         starts: [S] int32, index of each prompt's first token.
@@ -121,7 +121,7 @@ class Rest:
         """Quantise the oldest group of some rows, and write it in the lower precision. Must run
         before new tokens at `positions` replace the group.
 
-        run: columns of the rest's pages in the tables.
+        run: columns of the residual's pages in the tables.
         begins: [R] bool, rows whose oldest token is the first of its group; others do nothing.
         page, at: [R] int32, page that gets the group, and the group's first place in it.
         """
@@ -200,20 +200,20 @@ class Keeps:
 
     rules: rules of heads that do not stream.
     streaming: rules of streaming heads; None if no head streams.
-    rest: KIVI's rest; None if `rules` decide. The newest tokens are in the highest precision, all
-        others in the lower one.
+    residual: KIVI's residual; None if `rules` decide. The newest tokens are in the highest
+        precision, all others in the lower one.
 
     `streams` [...] bool: whether each head streams; None if no head streams.
     """
 
     rules: Rules
     streaming: StreamingHeads | None = None
-    rest: Rest | None = None
+    residual: Residual | None = None
 
     @property
     def _dense(self) -> Keeper:
         """The keeper of heads that do not stream."""
-        return self.rest or self.rules
+        return self.residual or self.rules
 
     def of_prompts(self, streams_K, *tokens):
         masks, scores = self._dense.of_prompts(*tokens)

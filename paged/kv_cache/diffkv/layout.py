@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from paged.kv_cache.diffkv.keeps import Rest, StreamingHeads
+from paged.kv_cache.diffkv.keeps import Residual, StreamingHeads
 from paged.kv_cache.diffkv.options import Options
 from paged.kv_cache.diffkv.page_selector import TopPages
 from paged.kv_cache.policy import CacheConfig, ShardedModel
@@ -34,7 +34,7 @@ class DiffKVLayout:
     streaming: streaming heads; None if no head streams.
     reads: page selection of generated tokens; None if they read all pages.
     kv_itemsize: bytes of an element of key extremes.
-    rest: see `Keeps`.
+    residual: see `Keeps`.
     windows: `Attention.windows`.
     staged: tokens that the stage holds; 0 if prompts are not split into chunks.
     staged_scores: G, score sums of a staged token in each KV head.
@@ -53,7 +53,7 @@ class DiffKVLayout:
     streaming: StreamingHeads | None = None
     reads: TopPages | None = None
     kv_itemsize: int = 4
-    rest: Rest | None = None
+    residual: Residual | None = None
     windows: tuple[int | None, ...] = (None,)
     staged: int = 0
     staged_scores: int = 1
@@ -79,7 +79,7 @@ class DiffKVLayout:
     @property
     def table_width(self) -> int:
         """M: `single` columns, then the bidirectional table of the last two precisions."""
-        if self.rest:
+        if self.residual:
             return self.worst_of_head(self.longest)
         return self.single - (-self.longest // self.formats[-2].tokens) + 1
 
@@ -130,9 +130,9 @@ class DiffKVLayout:
         return np.where(num_tokens > 0, pages, 0)
 
     def worst_of_head(self, num_tokens):
-        """Most pages of a dense head for `num_tokens` >= 1; with a rest, the exact number."""
-        if self.rest:
-            both = zip(self.rest.split(num_tokens), self.formats)
+        """Most pages of a dense head for `num_tokens` >= 1; with a residual, the exact number."""
+        if self.residual:
+            both = zip(self.residual.split(num_tokens), self.formats)
             return sum(-(-n // format.tokens) for n, format in both)
         return -(-num_tokens // self.formats[0].tokens) + self.levels - 1
 
@@ -153,8 +153,8 @@ class DiffKVLayout:
     def uncompressed(self, num_tokens):
         """Tokens by precision [..., I] of all heads for `num_tokens` [...], if dense heads compress
         no token by its score."""
-        if self.rest:
-            return self.all_heads * np.stack(self.rest.split(num_tokens), -1)
+        if self.residual:
+            return self.all_heads * np.stack(self.residual.split(num_tokens), -1)
         streaming = self.all_heads - self.dense_heads
         kept = np.zeros((*num_tokens.shape, self.levels), np.int64)
         kept[..., 0] = self.dense_heads * num_tokens + streaming * self.in_window(num_tokens)
@@ -238,7 +238,7 @@ class DiffKVLayout:
                 4 * heads.D * heads.H * total(attended, decodes),
             ),
             # Scores are read and written.
-            "statistics": Cost(0 if self.rest else 8 * heads.K * total(num_kept, decodes)),
+            "statistics": Cost(0 if self.residual else 8 * heads.K * total(num_kept, decodes)),
             "compression": Cost(
                 heads.K * (as_they_are * prompt_tokens + written + lowest * generated)
             ),
@@ -266,7 +266,7 @@ def layout_of(config: CacheConfig, model: ShardedModel) -> DiffKVLayout:
         attention=Heads.of(model.shard, model.dtype),
         streaming=StreamingHeads.of(options, model, options.sink, options.local),
         kv_itemsize=jnp.dtype(dtype).itemsize,
-        rest=options.rest,
+        residual=options.residual,
         windows=model.shard.attention.within(config.max_model_len).windows,
         staged=config.max_model_len if config.chunked_prefill else 0,
         staged_scores=group if options.rules.prompt_scores["by_head"] else 1,

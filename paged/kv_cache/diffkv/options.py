@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -11,9 +10,9 @@ from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
 from paged.kv_cache.diffkv.compression import Rules
-from paged.kv_cache.diffkv.keeps import Rest
+from paged.kv_cache.diffkv.keeps import Residual
 from paged.kv_cache.diffkv.page_selector import TopPages
-from paged.kv_cache.lserve.gates import GatedOptions
+from paged.kv_cache.gates import GatedOptions
 from paged.kv_cache.lserve.options import MIN_SELECTED
 from paged.kv_cache.made_for import made_for, read
 from pallas_kernels.prompt_attention import QUERY_TILE
@@ -50,19 +49,20 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Fields carry their help texts. Defaults are the paper's; alpha is for Llama3-8B.
+    """Fields carry their help texts. Defaults of fields that DiffKV's paper describes are its own;
+    alpha is for Llama3-8B.
 
     Raises ValueError as `GatedOptions` does, and for thresholds that are not a pair.
     """
 
     alpha_h: float = described(
         1.0,
-        "a token stays in high precision if its significance is at least alpha_h / (number of "
-        "tokens)",
+        "a token stays in high precision if its significance is at least alpha_h / N. N: tokens of "
+        "the sequence; in prompts, under prompt_rule paper, those up to the token",
         least=0,
     )
     alpha_l: float = described(
-        0.02, "a token is dropped if its significance is below alpha_l / (number of tokens)"
+        0.02, "a token is dropped if its significance is below alpha_l / N, as alpha_h"
     )
     high: str = described("K8V4", f"page format of high precision; {AUTO!r} keeps kv_dtype")
     low: str = described("K4V2", f"page format of low precision; {AUTO!r} keeps kv_dtype")
@@ -73,8 +73,8 @@ class Options(GatedOptions):
     )
     alpha_top: float = described(
         5.0,
-        "a token stays in the third precision if its significance is at least alpha_top / (number "
-        "of tokens)",
+        "a token stays in the third precision if its significance is at least alpha_top / N, as "
+        "alpha_h",
     )
     groups: int = described(
         1,
@@ -84,21 +84,21 @@ class Options(GatedOptions):
     window: int = described(
         64,
         "last tokens of a sequence, which stay in the highest precision. Under h2o the window is "
-        "half of the budget; under kivi it is the rest in 16 bits",
+        "half of the budget; under kivi it is the residual, in the format `high`",
         least=2,
         below=2**31,
     )
     prompt_rule: Literal["paper", "repository", "h2o", "snapkv", "kivi"] = described(
         "paper",
-        "queries whose attention makes a prompt token's significance: all later queries (paper), "
-        "those and the token's own (h2o), the last 64 (repository), the window's (snapkv), none "
-        "(kivi)",
+        "queries whose attention makes a prompt token's significance. paper: all later queries; "
+        "repository: the prompt's last 64; h2o: all later queries and its own; snapkv: the "
+        "window's; kivi: none",
     )
     generation_rule: Literal["paper", "repository", "h2o", "keep", "kivi"] = described(
         "paper",
-        "token that may be moved down or dropped when a token is added: the candidate, then a "
-        "victim (paper, Algorithm 1), the least significant one (repository; h2o above its "
-        "budget), none (keep), the oldest of the window, to low precision (kivi)",
+        "token that may be moved down or dropped when a token is added. paper: the candidate, then "
+        "a victim (Algorithm 1); repository: the least significant; h2o: the least significant, "
+        "above the budget; keep: none; kivi: the oldest of the window, to low precision",
     )
     key_group: int = described(
         0,
@@ -115,8 +115,8 @@ class Options(GatedOptions):
     )
     budget: float = described(
         0.0,
-        "tokens with the largest scores that a head keeps of a prompt, under h2o of a whole "
-        "sequence; up to 1: a share of the tokens. 0: alpha decides. Above 0 alpha has no effect",
+        "tokens with the largest scores that a head keeps of a prompt (h2o: of the sequence). A "
+        "value up to 1 is a share of the tokens; 0: alpha decides instead",
         least=0,
     )
     sink: int = described(
@@ -170,20 +170,18 @@ class Options(GatedOptions):
         return Rules(self.window, self.prompt_rule, self.generation_rule, self.budget > 0)
 
     @property
-    def rest(self) -> Rest | None:
-        """KIVI's rest. None if precision does not depend on age alone."""
-        return Rest(self.window, self.key_group) if self.key_group else None
+    def residual(self) -> Residual | None:
+        """KIVI's residual. None if precision does not depend on age alone."""
+        return Residual(self.window, self.key_group) if self.key_group else None
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Two or three precisions, the highest first. KIVI's thresholds move every token outside
-        the window to low precision."""
-        alpha = (math.inf, 0.0) if self.rest else (self.alpha_h, self.alpha_l)
-        lower = Level("high", self.high, alpha[0]), Level("low", self.low, alpha[1])
+        """Two or three precisions, the highest first. KIVI ignores alpha."""
+        lower = Level("high", self.high, self.alpha_h), Level("low", self.low, self.alpha_l)
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
 
     def formats(self, page_size: int, head_dim: int, dtype: str) -> tuple[PageFormat, ...]:
-        """The page format of each precision. All pages have one size (DiffKV §5.1), and hold
+        """The page format of each precision. All pages have one size (DiffKV §5.2), and hold
         `page_size` tokens of the highest precision or more of a lower one. dtype: dtype of
         unquantised keys and values.
 
@@ -201,7 +199,7 @@ class Options(GatedOptions):
             raise ValueError(
                 f"outliers ({self.outliers}) must be at most half of the head dim ({head_dim})"
             )
-        scored = self.rest is None
+        scored = self.residual is None
         words = PageFormat.holding(page_size, *parsed[0], scored, self.outliers).words
         formats = tuple(
             PageFormat(*both, words, of_level, scored, self.outliers)
@@ -225,8 +223,8 @@ class Options(GatedOptions):
     @property
     def keeps_all(self) -> bool:
         """Whether every token stays in the precision in which it was written."""
-        by_scores = self.budget == 0 == max(level.alpha for level in self.levels)
-        return by_scores and not self.streaming_share
+        nothing_moves = self.budget == 0 == max(level.alpha for level in self.levels)
+        return nothing_moves and not self.streaming_share and self.residual is None
 
 
 def check_options(options: Options, model: ModelConfig | None) -> None:
@@ -266,8 +264,8 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
     if model is None:
         return
     options.check_gates(model)
-    if options.rest and model.sliding_window is not None:
-        raise ValueError("kivi's pages have no positions: a model's windows cannot be served")
+    if options.residual and model.sliding_window is not None:
+        raise ValueError("KIVI serves no model with a sliding window: its pages store no positions")
 
 
 def _check_kivi(options: Options) -> None:
@@ -275,7 +273,7 @@ def _check_kivi(options: Options) -> None:
     rules = options.prompt_rule, options.generation_rule
     if rules != ("kivi", "kivi") or not options.key_group:
         raise ValueError(
-            f"prompt_rule and generation_rule kivi and a key_group above 0 need each other: not "
+            "KIVI needs prompt_rule=kivi, generation_rule=kivi and a key_group above 0, not "
             f"{', '.join(rules)} and {options.key_group}"
         )
     if options.window % options.key_group:
@@ -287,4 +285,4 @@ def _check_kivi(options: Options) -> None:
         "streaming_share": options.streaming_share, "outliers": options.outliers,
     }  # fmt: skip
     if given := [f"{name} ({value})" for name, value in others.items() if value]:
-        raise ValueError(f"kivi keeps and reads all tokens of all heads, without {given[0]}")
+        raise ValueError(f"KIVI keeps and reads all tokens in all heads: unset {given[0]}")

@@ -1,7 +1,7 @@
 """The simulated device half: pages and reports, computed from token counts alone.
 
-Streaming heads, the rest (KIVI), budgets (H2O, SnapKV) and thresholds of 0 (uniform formats) follow
-a formula. Other thresholds follow a `Recording`; without one, no token is compressed.
+Streaming heads, the residual (KIVI), budgets (H2O, SnapKV) and thresholds of 0 (uniform formats)
+follow a formula. Other thresholds follow a `Recording`; without one, no token is compressed.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ class SimulatedPages:
         self._known = np.zeros((2, layout.num_slots), np.int64)
         self.prompts, self.ends = self._known
         self._swapped: dict[int, np.ndarray] = {}
-        fixed = options.budget or layout.rest
+        fixed = options.budget or layout.residual
         by_scores = not fixed and max(level.alpha for level in options.levels) > 0
         self._recording = None
         if recorded and by_scores:
@@ -104,8 +104,8 @@ class SimulatedPages:
         kept = np.zeros((len(ends), *self._kept.shape[1:]), np.int64)
         if self._recording:
             kept[:, :-1] = self._recording.tokens(prompts, ends)
-        elif self._layout.rest:
-            kept[:, 0] = np.stack(self._layout.rest.split(ends), -1)
+        elif self._layout.residual:
+            kept[:, 0] = np.stack(self._layout.residual.split(ends), -1)
         else:
             kept[:, 0, 0] = kept_by_budget(self._options, prompts, ends)
         kept[:, -1, 0] = self._layout.in_window(ends)

@@ -49,8 +49,8 @@ def _of_shard(layout: DiffKVLayout, cache: DiffKVCache) -> Snapshot:
     for slot in range(layout.num_slots):
         of_slot = []
         for head in range(layout.all_heads):
-            sections, rest = [], layout.rest
-            by_age = rest.positions(int(cache.counts[slot, head].sum())) if rest else None
+            sections, residual = [], layout.residual
+            by_age = residual.positions(int(cache.counts[slot, head].sum())) if residual else None
             for level, (run, format) in enumerate(zip(pages.runs, layout.formats)):
                 columns = run.column(np.arange(int(pages.held[slot, head, level])))
                 ids = np.asarray(pages.tables[slot, head, columns])

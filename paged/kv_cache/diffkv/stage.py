@@ -1,4 +1,4 @@
-"""Chunked prefill (vLLM §4.3) with DiffKV's compression (§4).
+"""Chunked prefill with DiffKV's compression (§4).
 
 All queries of a prompt decide which tokens are kept, and they attend to unquantised keys. So a
 stage holds one prompt's unquantised keys and values, and the scores of its tokens so far. The

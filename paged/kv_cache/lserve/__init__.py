@@ -7,8 +7,8 @@ configs/quest.flags.
 import numpy as np
 
 from models.config import ModelConfig
+from paged.kv_cache.gates import dense_first
 from paged.kv_cache.lserve.device import LServeDevice
-from paged.kv_cache.lserve.gates import dense_first
 from paged.kv_cache.lserve.host import LServeHost, sizes
 from paged.kv_cache.lserve.layout import (
     layout_of,
@@ -17,29 +17,26 @@ from paged.kv_cache.lserve.layout import (
     selector_numbers,
 )
 from paged.kv_cache.lserve.options import Options, check_options
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, Parts, Policy, ShardedModel
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.vllm import check_places
 
 __all__ = ["LSERVE", "LServeDevice", "LServeHost", "Options", "device"]
 
 
-def capabilities(config: CacheConfig) -> Capabilities:
-    """`recompute_exact` is true only without page selection and without sparse prefill. A dense
-    prefill reads all pages, a generated token only selected ones. The tiles of a sparse prefill end
-    elsewhere if generated tokens are prefilled with the prompt.
-
-    For the same reasons, the prefix cache keeps no tokens of sparsely prefilled prompts, and none
-    decoded after the first page selection."""
+def parts(config: CacheConfig) -> Parts:
+    """Pages are selected by generated tokens and in sparse prefill. A dense prefill reads all
+    pages, and the tiles of a sparse one depend on the prompt's length. So the prefix cache keeps no
+    tokens of sparsely prefilled prompts, and none decoded after the first page selection."""
     options: Options = config.policy_options
     never_selects = max(options.budget, options.sparse_from) >= config.max_model_len
     sparse = minference_pages(config) > 0
-    unshared_from = options.minference_from if sparse else 0
-    return Capabilities(
-        fork="computed", swap=True, chunked_prefill=True, recompute=True,
-        recompute_exact=never_selects and not sparse, slot_state=True,
-        prefix_cache=not sparse or unshared_from > config.page_size + 1,
-        unshared_from=unshared_from,
+    return Parts(
+        "blocks",
+        keeps="position" if options.streaming_share else "all",
+        reads="all" if never_selects and not sparse else "selected",
+        checkpoints=True, slot_state=True,
+        unshared_from=options.minference_from if sparse else 0,
         prefill_tile=minference_tile(config) if sparse else 0, tiled_from=options.minference_from,
     )  # fmt: skip
 
@@ -47,6 +44,12 @@ def capabilities(config: CacheConfig) -> Capabilities:
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
     """Raises ValueError for options that cannot work, and for a cache too small or too large."""
     check_options(config.policy_options, config, model)
+    unshared_from = parts(config).unshared_from
+    if config.prefix_caching and 0 < unshared_from <= config.page_size + 1:
+        raise ValueError(
+            f"policy 'lserve' cannot share prefixes: minference_from ({unshared_from}) leaves no "
+            f"prompt of more than a page of {config.page_size} tokens dense: prefix_caching"
+        )
     if model is None:
         return
     sharded = ShardedModel.split(model, config.tensor_parallel)
@@ -83,4 +86,4 @@ def device(
     )
 
 
-LSERVE = Policy(capabilities, sizes, LServeHost, device, check, Options, head_order, layout_of)
+LSERVE = Policy(parts, sizes, LServeHost, device, check, Options, head_order, layout_of)

@@ -32,9 +32,8 @@ class Swapped(NamedTuple):
 
 
 def pools_of(config: CacheConfig, layout: LServeLayout) -> tuple[Pool, ...]:
-    """The pools of both kinds of heads. Where a recomputation would replay output token by token,
-    sequences are swapped by default. So the host's memory has room for a sequence of
-    the greatest length in every slot."""
+    """The pools of both kinds of heads. The host's memory has room for a longest sequence in every
+    slot, because policies that replay output swap by default."""
     longest = layout.max_pages, layout.sink + layout.local + 1
     each = zip((DENSE, STREAMING), layout.num_blocks, longest, layout.unit_bytes)
     return tuple(
@@ -71,7 +70,7 @@ class LServeHost(HostPolicy):
             self.streaming = StreamingHost(self.pools[1], self.layout, config.prefix_caching)
         self.dense = VLLMHost(self.pools[0], config, self._can_resume)
         self.parts = [part for part in (self.dense, self.streaming) if part is not None]
-        self._can = config.capabilities
+        self._can = config.parts
         self._prompt_length = np.zeros(config.max_num_seqs, np.int32)
         self.moves, self._keys = Moves(), itertools.count()
 
@@ -225,7 +224,7 @@ class LServeHost(HostPolicy):
 
     def gauges(self, report, slots, contexts) -> dict[str, float]:
         """selected_tokens: tokens that a query of a dense head reads in a layer with page
-        selection, summed over slots (§3.4)."""
+        selection, summed over slots (§3.5)."""
         options = self._options
         sparse = contexts >= options.sparse_from
         selected = np.where(sparse, np.minimum(contexts, options.budget), contexts)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged.kv_cache.lserve.gates import by_shard, dense_first
+from paged.kv_cache.gates import by_shard, dense_first
 from paged.kv_cache.lserve.options import MIN_SELECTED, UNQUANTISED, Options
 from paged.kv_cache.policy import CacheConfig, ShardedModel
 from paged.kv_cache.work import Heads, Stored, Work, seen_up_to, total, visible

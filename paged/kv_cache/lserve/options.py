@@ -6,7 +6,7 @@ from typing import Literal
 from models.config import ModelConfig
 from paged import checks
 from paged.checks import described
-from paged.kv_cache.lserve.gates import GatedOptions
+from paged.kv_cache.gates import GatedOptions
 from paged.kv_cache.policy import CacheConfig
 from pallas_kernels.quantization import KVFormat
 
@@ -16,8 +16,8 @@ MIN_SELECTED = 3  # pages. The newest page is always read; fewer leave too littl
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Fields carry their help texts. Defaults are the paper's, except that no head streams
-    without gates.
+    """Fields carry their help texts. Defaults of fields that the paper describes are its own, but
+    keys and values are not quantised (§3.2), and no head streams without gates.
     """
 
     budget: int = described(4096, "tokens that a query of a dense head reads, in whole pages")
@@ -25,13 +25,15 @@ class Options(GatedOptions):
         0, "context below which dense heads read all pages", least=0, below=2**31
     )
     dense_layers: int = described(0, "first layers whose dense heads read all pages", least=0)
-    reuse: int = described(4, "consecutive tokens that share a selection of pages")
+    reuse: int = described(
+        4, "tokens that share a selection of pages (§3.5.3); the first is a multiple of it"
+    )
     logical_page: int = described(16, "tokens whose keys share statistics")
     select_per: Literal["kv_head", "query_head"] = described(
         "kv_head", "whether the query heads of a KV head share a selection"
     )
     selection: Literal["keys", "random"] = described(
-        "keys", "what pages are selected by: their keys' extremes, or nothing, as a control"
+        "keys", "how pages are scored: by key extremes, or at random, as a control"
     )
     sink: int = described(128, "first tokens that streaming heads read")
     local: int = described(256, "tokens before a query's own page that streaming heads read")
@@ -41,7 +43,9 @@ class Options(GatedOptions):
         "token and head; 16: elements stay in kv_dtype",
     )
     minference_from: int = described(
-        0, "prompt from which on dense heads prefill sparsely, as MInference does; 0 for never"
+        0,
+        "prompt from which on dense heads prefill sparsely (MInference's vertical-slash "
+        "pattern, in pages); 0 for never",
     )
     minference_budget: int = described(
         4096,
@@ -72,7 +76,7 @@ def check_options(options: Options, config: CacheConfig, model: ModelConfig | No
         "budget": (options.budget >= least, pages),
         "reuse": (
             options.reuse >= 1 and page_size % options.reuse == 0,
-            f"a divisor of page_size ({page_size}), or a new page would be missed",
+            f"a divisor of page_size ({page_size}), so that no selection spans two pages",
         ),
         "logical_page": (
             options.logical_page >= 1 and page_size % options.logical_page == 0,

@@ -1,20 +1,17 @@
 """The vllm policy (PagedAttention): a head reads all pages of its sequence."""
 
 from models.config import ModelConfig
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, Parts, Policy, ShardedModel
 from paged.kv_cache.vllm.device import Reads, VLLMCache, VLLMDevice, VLLMPlan, blocks_by_page
 from paged.kv_cache.vllm.host import BLOCKS, VLLMHost, sizes
 from paged.kv_cache.vllm.layout import layout_of
 
 __all__ = [
-    "BLOCKS", "CAPABILITIES", "VLLM", "Reads", "VLLMCache", "VLLMDevice", "VLLMHost", "VLLMPlan",
+    "BLOCKS", "PARTS", "VLLM", "Reads", "VLLMCache", "VLLMDevice", "VLLMHost", "VLLMPlan",
     "blocks_by_page", "check_places", "device", "layout_of", "sizes",
 ]  # fmt: skip
 
-CAPABILITIES = Capabilities(
-    fork="anywhere", prefix_cache=True, swap=True, chunked_prefill=True, recompute=True,
-    recompute_exact=True,
-)  # fmt: skip
+PARTS = Parts("blocks")
 
 
 def check(config: CacheConfig, model: ModelConfig | None) -> None:
@@ -53,4 +50,4 @@ def device(
     )
 
 
-VLLM = Policy(lambda config: CAPABILITIES, sizes, VLLMHost.declare, device, check, layout=layout_of)
+VLLM = Policy(lambda config: PARTS, sizes, VLLMHost.declare, device, check, layout=layout_of)

@@ -66,7 +66,7 @@ class VLLMHost(BlockHost):
         cache = PrefixCache() if config.prefix_caching else None
         super().__init__(pool, config.max_num_seqs, config.max_model_len, config.page_size, cache)
         self.watermark_blocks = int(config.watermark * self.pool.capacity)
-        can = config.capabilities
+        can = config.parts
         self._replays = can.replays
         self.prefixes = None
         if cache is not None:

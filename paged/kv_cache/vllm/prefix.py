@@ -8,7 +8,7 @@ import numpy as np
 from paged.blocks.block_pool import NULL_BLOCK, BlockPool
 from paged.blocks.block_table import BlockTables
 from paged.blocks.prefix_cache import PrefixCache, chain
-from paged.kv_cache.capabilities import Capabilities
+from paged.kv_cache.parts import Parts
 from paged.requests.sequence import Sequence
 
 
@@ -48,7 +48,7 @@ class Prefixes:
     """
 
     def __init__(
-        self, cache: PrefixCache, pool: BlockPool, tables: BlockTables, can: Capabilities,
+        self, cache: PrefixCache, pool: BlockPool, tables: BlockTables, can: Parts,
         can_resume: Callable[[bytes], bool],
     ):  # fmt: skip
         self.cache, self._pool, self._tables = cache, pool, tables

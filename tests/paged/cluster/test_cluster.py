@@ -201,24 +201,6 @@ def test_what_an_engine_refuses_ends_and_says_why():
     assert cluster.refused == {"request-0": "an unknown adapter"}
 
 
-def test_without_exact_recomputation_nothing_moves_and_what_a_dead_runner_began_fails():
-    cluster, runners = cluster_of(2)
-    cluster.state.limits = replace(cluster.state.limits, moves=False)
-    how = SamplingParams(max_tokens=8, seed=1)
-    for _ in range(6):
-        cluster.submit([5], how)
-    for _ in range(2):
-        cluster.receive("gpu-1", runners["gpu-1"].step())
-    cluster.submit([5], how)
-    assert cluster.state.gpus["gpu-0"].batch == 1
-    cluster.rebalance()
-    assert cluster.num_consolidations == 0
-    cluster.receive("gpu-1", [Lost("killed")])
-    reasons = [output.finish_reason for output in cluster.outputs.values()]
-    assert reasons == ["error"] * 6 and all(o.tokens for o in cluster.outputs.values())
-    assert list(cluster.jobs) == ["request-6"], "it had no output, and was not there"
-
-
 def test_with_the_last_runner_all_requests_end():
     cluster, _ = cluster_of(1)
     for width in (1, 1, 1, 1, 1, 1, 2):

@@ -113,4 +113,4 @@ def test_hints():
 
 def test_limits_are_the_engines():
     config = EngineConfig(max_num_seqs=32, page_size=16, kv_cache_tokens=1000, watermark=0.1)
-    assert Limits.of(config) == Limits(32, 992, 16, 96, moves=True)
+    assert Limits.of(config) == Limits(32, 992, 16, 96)

@@ -27,8 +27,8 @@ from paged.device.executor import DeviceExecutor
 from paged.device.step import StepProgram, step
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, diffkv, lserve, policy_of
-from paged.kv_cache.lserve.gates import streaming_heads
-from paged.kv_cache.policy import Capabilities, Policy
+from paged.kv_cache.gates import streaming_heads
+from paged.kv_cache.policy import Parts, Policy
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup
 from paged.step_inputs import empty_step_inputs
@@ -76,14 +76,14 @@ class Case:
         return EngineConfig(**{**CONFIG, **own, **self.config, **changes})
 
     @property
-    def capabilities(self) -> Capabilities:
-        return self.policy.capabilities(self.engine_config())
+    def parts(self) -> Parts:
+        return self.policy.parts(self.engine_config())
 
     @property
     def exact_modes(self) -> list[str]:
         """Preemption modes that change no token, with 'swap' last."""
-        can = self.capabilities
-        return ["auto"] + ["recompute"] * can.recompute + ["swap"] * can.swap
+        can = self.parts
+        return ["auto", "recompute"] + ["swap"] * can.swap
 
 
 def cases_outside(environment: Mapping[str, str]) -> list[Case]:
@@ -227,7 +227,7 @@ class Request:
 
     def suits(self, engine: Engine) -> bool:
         """Whether the engine's policy can hold and serve the request."""
-        can = engine.config.capabilities
+        can = engine.config.parts
         if self.how.is_beam_search and can.fork == "no":
             return False
         return engine.host_policy.fits(self.limit, self.how.num_sequences)

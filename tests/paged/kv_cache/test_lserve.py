@@ -10,7 +10,7 @@ import pytest
 
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES, lserve
-from paged.kv_cache.lserve.gates import streaming_heads
+from paged.kv_cache.gates import streaming_heads
 from paged.kv_cache.lserve.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from paged.simulator.executor import SimulatedExecutor
@@ -107,7 +107,7 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
         max_num_seqs=2, max_num_batched_tokens=80, max_prefills_per_step=2, max_model_len=64,
         page_size=4, kv_cache_tokens=240, policy="lserve", policy_options=NEVER_SELECTS | options,
     )  # fmt: skip
-    assert not config.capabilities.recompute_exact
+    assert not config.parts.recompute_exact
     (L, H, K, D), lengths = (2, 8, 4, 8), [48, 21]
     model = replace(WIDE, num_layers=L)
     qkv = random_qkv(model, lengths, seed=4)
@@ -153,7 +153,7 @@ def test_long_prompts_are_prefilled_by_their_best_columns_and_diagonals():
 def test_with_the_whole_context_and_no_streaming_heads_it_is_vllm(bench):
     options = lserve.Options(**NEVER_SELECTS)
     engine = bench.engine(CASE, policy_options=options, kv_cache_tokens=300)
-    assert engine.config.capabilities.recompute_exact
+    assert engine.config.parts.recompute_exact
     asked = {engine.add_request(list(r.prompt), r.how): r for r in CATALOGUE[:12]}
     vllm = next(case for case in CASES if case.name == "vllm")
     for name, tokens in drain(engine).items():
@@ -210,12 +210,12 @@ def test_what_leaves_the_window_is_given_back():
 
 def test_output_can_be_prefilled_where_no_query_selects_pages():
     config = CASE.engine_config()
-    assert not config.capabilities.recompute_exact and config.preemption_mode == "auto"
+    assert not config.parts.recompute_exact and config.preemption_mode == "auto"
     exact = CASE.engine_config(policy_options=lserve.Options(**NEVER_SELECTS))
-    assert exact.capabilities.recompute_exact
+    assert exact.parts.recompute_exact
     # A context that the budget holds is read whole, even if it ends within a page.
     within = CASE.engine_config(max_model_len=22, policy_options=NEVER_SELECTS | {"budget": 22})
-    assert within.capabilities.recompute_exact
+    assert within.parts.recompute_exact
     assert not layout_of(within, ShardedModel.split(TINY)).selects
 
 

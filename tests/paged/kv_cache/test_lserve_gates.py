@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paged.kv_cache import lserve
-from paged.kv_cache.lserve.gates import dense_first, read_gates, streaming_heads
+from paged.kv_cache.gates import dense_first, read_gates, streaming_heads
 
 
 def test_each_shard_has_its_dense_heads_first():

@@ -159,7 +159,7 @@ def test_memory_that_cannot_hold_the_longest_sequence_is_refused():
     for policy in BASELINES:
         with pytest.raises(ValueError, match=r"hold max_model_len \(64\) tokens, but kv_cache_t"):
             dataclasses.replace(CONFIG, policy=policy, kv_cache_tokens=60)
-        assert POLICIES[policy].capabilities(CONFIG).fork == "no"
+        assert POLICIES[policy].parts(CONFIG).fork == "no"
     # 15 blocks hold 60 tokens, but as runs of 8, 4, 2 and 1.
     with pytest.raises(ValueError, match="runs of 8 blocks of 4 tokens at most"):
         dataclasses.replace(CONFIG, policy="orca_max", kv_cache_tokens=60, max_model_len=60)

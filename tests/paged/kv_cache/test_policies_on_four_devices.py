@@ -61,7 +61,7 @@ def test_tokens_are_those_of_one_device(served, case):
     one, four = served[case.name]["1"], served[case.name]["4"]
     assert one["tokens"] and four["tokens"] == one["tokens"]
     assert four["preemptions"] == one["preemptions"]
-    assert (four["preemptions"] > 0) == case.capabilities.swap
+    assert (four["preemptions"] > 0) == case.parts.swap
 
 
 @by_policy

@@ -190,7 +190,7 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, otherwis
     asked = add(engine, CROWD)
     ended = drain(engine)
     check_tokens(bench, case, asked, ended)
-    if case.capabilities.swap:
+    if case.parts.swap:
         assert preemptions(engine) > 0, TOO_MUCH_MEMORY
         swapped_in = sum(step.swapped_in for step in engine.metrics.steps)
         assert (swapped_in > 0) == (mode == "swap")
@@ -199,13 +199,11 @@ def test_a_crowd_gets_the_tokens_of_each_alone(bench, case, multi_step, otherwis
 @by_policy_and_steps
 def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, multi_step):
     """Lossy policies replay output: no token that was decoded is prefilled."""
-    if not case.capabilities.recompute:
-        pytest.skip("it cannot recompute")
     engine = bench.engine(case, multi_step=multi_step, preemption_mode="recompute")
     asked = add(engine, CROWD)
     ended = drain(engine)
     check_tokens(bench, case, asked, ended)
-    if case.capabilities.swap:
+    if case.parts.swap:
         assert preemptions(engine) > 0, TOO_MUCH_MEMORY
     assert not any(step.swapped_out for step in engine.metrics.steps)
 
@@ -213,8 +211,6 @@ def test_a_crowd_that_is_recomputed_gets_the_tokens_of_each_alone(bench, case, m
 @by_policy
 def test_known_output_goes_on_as_it_would_have(bench, case):
     """A request may move, at any token of its output, to an engine that serves other requests."""
-    if not case.capabilities.recompute:
-        pytest.skip("it cannot recompute")
     moved = [r for r in CATALOGUE if r.how.max_tokens >= 9 and not r.how.is_beam_search]
     alone = {request: bench.alone(case, request) for request in moved}
     engine, asked, cuts = bench.engine(case), {}, itertools.count(step=5)
@@ -247,7 +243,7 @@ def test_slots_are_reused(bench, case):
 
 @by_policy
 def test_beams_that_fork_and_are_swapped_out_in_one_round(bench, case):
-    can = case.capabilities
+    can = case.parts
     if can.fork == "no" or not can.swap:
         pytest.skip("it forks no beams, or swaps nothing")
     engine = bench.engine(case, multi_step=1, preemption_mode="swap")

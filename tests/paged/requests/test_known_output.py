@@ -11,11 +11,8 @@ from experiments.diff_events import first_difference
 from experiments.lib.event_log import read_log, write_log
 from experiments.replay import replay, simulated_engine
 from paged.engine import Engine, EngineConfig
-from paged.kv_cache import POLICIES
-from paged.kv_cache.policy import Capabilities
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput, TokenLogprob
-from paged.simulator.executor import SimulatedExecutor
 from tests.paged.hashing_executor import EOS, HashingExecutor
 from tests.paged.requests.test_text_streams import bundled_text
 from tests.paged.tiny import TINY, drained, padded, simulated
@@ -138,12 +135,3 @@ def test_refusals(message):
     with pytest.raises(ValueError, match=message):
         engine.add_request(PROMPT, how, known_output=known)
     assert not engine.has_unfinished()
-
-
-def test_a_policy_that_cannot_recompute_refuses_it(monkeypatch):
-    swaps = replace(POLICIES["vllm"], capabilities=lambda config: Capabilities(swap=True))
-    monkeypatch.setitem(POLICIES, "swaps", swaps)
-    config = replace(CONFIG, policy="swaps", max_num_batched_tokens=64)
-    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=TINY.vocab_size))
-    with pytest.raises(ValueError, match="'swaps' cannot recompute known output"):
-        engine.add_request(PROMPT, SAMPLED, known_output=[ONE])

@@ -14,7 +14,7 @@ from experiments.train.data import TrainingData
 from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
-from paged.kv_cache.lserve.gates import read_gates
+from paged.kv_cache.gates import read_gates
 
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4,

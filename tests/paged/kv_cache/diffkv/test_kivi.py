@@ -107,11 +107,11 @@ def test_a_page_has_the_bytes_of_codes_and_scales_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "prompt_rule and generation_rule kivi and a key_group above 0 need each other"),
-        ({"key_group": 8, "generation_rule": "paper"}, "need each other: not kivi, paper and 8"),
+        ({}, "KIVI needs prompt_rule=kivi, generation_rule=kivi and a key_group above 0"),
+        ({"key_group": 8, "generation_rule": "paper"}, "above 0, not kivi, paper and 8"),
         ({"key_group": 24}, r"window \(64\) must be whole groups of key_group \(24\)"),
-        ({"key_group": 8, "top": "auto"}, r"kivi keeps and reads all tokens .* without top"),
-        ({"key_group": 8, "read_pages": 4}, r"without read_pages \(4\)"),
+        ({"key_group": 8, "top": "auto"}, r"KIVI keeps and reads all tokens .* unset top"),
+        ({"key_group": 8, "read_pages": 4}, r"unset read_pages \(4\)"),
         ({"key_group": -8}, "key_group must be at least 0"),
     ],
 )

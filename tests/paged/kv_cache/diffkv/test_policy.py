@@ -96,7 +96,7 @@ def test_with_thresholds_of_zero_and_pages_as_they_are_it_is_vllm(
     bench, options, kv_cache_tokens, requests
 ):
     engine = bench.engine(CASE, policy_options=options, kv_cache_tokens=kv_cache_tokens)
-    assert engine.config.capabilities.recompute_exact
+    assert engine.config.parts.recompute_exact
     asked = {engine.add_request(list(r.prompt), r.how): r for r in requests}
     vllm = next(case for case in CASES if case.name == "vllm")
     for name, tokens in drain(engine).items():
@@ -327,16 +327,16 @@ def test_what_the_policy_cannot_serve_is_refused_at_the_start(model, changes, me
 
 
 def test_output_can_be_prefilled_only_where_all_is_kept_as_it_is():
-    assert not CASE.capabilities.recompute_exact
+    assert not CASE.parts.recompute_exact
     exact = CASE.engine_config(policy_options=DIFFKV_EXACT_OPTIONS)
-    assert exact.capabilities.recompute_exact
+    assert exact.parts.recompute_exact
     uniform = CASE.engine_config(policy_options={"high": "K8V8", "alpha_h": 0.0, "alpha_l": 0.0})
-    assert not uniform.capabilities.recompute_exact
+    assert not uniform.parts.recompute_exact
     window = replace(DIFFKV_EXACT_OPTIONS, gates=((0.1, 0.9), (0.8, 0.7)), streaming_share=0.5)
     streams = CASE.engine_config(policy_options=window)
-    assert not streams.capabilities.recompute_exact
+    assert not streams.parts.recompute_exact
     few = CASE.engine_config(policy_options=replace(DIFFKV_EXACT_OPTIONS, read_pages=3))
-    assert not few.capabilities.recompute_exact
+    assert not few.parts.recompute_exact
 
 
 def test_thresholds_of_a_file_are_those_of_the_weights(tmp_path):

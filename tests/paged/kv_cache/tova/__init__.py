@@ -13,15 +13,15 @@ from models.config import ModelConfig
 from paged.blocks.block_table import BlockTables
 from paged.kv_cache import vllm
 from paged.kv_cache.host import Sizes
-from paged.kv_cache.policy import CacheConfig, Capabilities, Policy, ShardedModel
+from paged.kv_cache.policy import CacheConfig, Parts, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
 
 from .device import TovaDevice
 
 __all__ = ["TOVA", "Options"]
 
-# Tokens overwrite places of other tokens, so sequences never share blocks.
-CAPABILITIES = Capabilities(swap=True, recompute=True)
+# A new token overwrites the place of another token, so sequences never share blocks.
+PARTS = Parts("blocks", keeps="prompt")
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,4 @@ def device(config: CacheConfig, model: ShardedModel, implementation: str | None 
     return TovaDevice(**vars(same), budget=budget, shared=shared)
 
 
-TOVA = Policy(lambda config: CAPABILITIES, sizes, TovaHost.declare, device, check, Options)
+TOVA = Policy(lambda config: PARTS, sizes, TovaHost.declare, device, check, Options)
