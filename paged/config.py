@@ -215,4 +215,7 @@ class EngineConfig(CacheConfig):
 
     @property
     def parts(self) -> Parts:
-        return policy_of(self.policy).parts(self)
+        parts = policy_of(self.policy).parts(self)
+        if not isinstance(parts, Parts):
+            raise ValueError(f"policy {self.policy!r}: parts must return Parts, not {parts!r}")
+        return parts

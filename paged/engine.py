@@ -417,7 +417,8 @@ class Engine:
     @exclusive
     def pin_prefix(self, prompt: Prompt, cache_salt: str = "", adapter: str | None = None) -> int:
         """Compute a shared prefix, and keep its blocks for good (vLLM §4.4). A request that
-        continues in the last block copies that block. Returns the number of tokens of `prompt`.
+        continues in the last block copies that block. Later requests must fit beside pinned blocks,
+        even those that continue them. Returns the number of tokens of `prompt`.
 
         Without a prefix cache (DiffKV), the whole tiles before the prompt's last two tokens are
         shared, and the policy's option `pins` limits the number of prefixes.

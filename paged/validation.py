@@ -139,7 +139,7 @@ def validated_prompt(
         raise ValueError(
             f"{times}a prompt of {len(tokens)} tokens and {sampling.max_tokens} to generate exceed "
             f"the cache: kv_cache_tokens ({config.kv_cache_tokens}) in whole pages of "
-            f"{config.page_size}"
+            f"{config.page_size}, without those of pinned prefixes"
         )
     return tokens
 

@@ -160,14 +160,25 @@ def _policy_options(given: Mapping[str, Any]) -> dict[str, Any]:
                     f"--{policy}_{each.name} is an option of --policy={policy}, not of "
                     f"--policy={given['policy']}"
                 )
+            if each.name in values:
+                raise ValueError(
+                    f"--{policy}_{each.name} and --policy_options both give {each.name!r}"
+                )
             weights_hash = functools.partial(checkpoint.weights_hash, given.get("model", ""))
             values[each.name] = read(value, weights_hash) if read else value
     return values
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"a name is given twice in {[name for name, _ in pairs]}")
+    return values
+
+
 def _json_options(text: str) -> dict[str, Any]:
     try:
-        values = json.loads(text or "{}")
+        values = json.loads(text or "{}", object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--policy_options must be a JSON object: {error}") from error
     if not isinstance(values, dict):

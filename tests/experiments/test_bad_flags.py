@@ -89,6 +89,12 @@ ENGINE = [
     ("--policy=lserve --policy_options={", "must be a JSON object: Expecting property name"),
     (f"--policy=lserve --policy_options={'[' * 10**5}", "must be a JSON object: maximum recursion"),
     ('--policy=lserve --policy_options={"x":1}', "policy_options must be options of policy 'lse"),
+    ('--policy=lserve --policy_options={"reuse":1,"reuse":2}', "a name is given twice in"),
+    (
+        '--policy=lserve --lserve_budget=64 --policy_options={"budget":48}',
+        "--lserve_budget and --policy_options both give 'budget'",
+    ),
+    ("--policy=diffkv --diffkv_low=K3V3", "low: bits must be one of"),
     ("--policy=magic", "policy must be one of diffkv, fastertransformer, lserve"),
     ("--policy=orca_pow2 --prefix_caching", "policy 'orca_pow2' cannot share prefixes"),
     ("--policy=orca_max --kv_cache_tokens=512", "must hold max_model_len (1024) tokens"),

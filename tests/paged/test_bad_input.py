@@ -10,6 +10,7 @@ import pytest
 from experiments.lib.event_log import read_log, write_log
 from models import load_tokenizer
 from paged.engine import Engine, EngineConfig
+from paged.kv_cache import POLICIES
 from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
@@ -197,6 +198,20 @@ def test_a_policy_of_a_relative_module_is_refused():
     """tests/experiments/test_bad_flags.py tests other refusals of a configuration."""
     with pytest.raises(ValueError, match=r"or MODULE:ATTRIBUTE, not '\.dense:VLLM'"):
         dataclasses.replace(CONFIG, policy=".dense:VLLM")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"options": dict}, "options must be a dataclass"),
+        ({"parts": lambda config: {"owner": "blocks"}}, "parts must return Parts, not {"),
+    ],
+)
+def test_a_policy_with_wrong_parts_is_refused(monkeypatch, changes, message):
+    wrong = dataclasses.replace(POLICIES["vllm"], **changes)
+    monkeypatch.setattr("tests.paged.tiny.WRONG", wrong, raising=False)
+    with pytest.raises(ValueError, match=f"policy 'tests.paged.tiny:WRONG': {message}"):
+        EngineConfig(policy="tests.paged.tiny:WRONG")
 
 
 def test_an_end_of_sequence_outside_the_vocabulary_is_refused():

@@ -16,6 +16,7 @@ from paged.kv_cache.gates import GatedOptions
 from paged.kv_cache.lserve.options import MIN_SELECTED
 from paged.kv_cache.made_for import made_for, read
 from pallas_kernels.prompt_attention import QUERY_TILE
+from pallas_kernels.quantization import KVFormat
 from pallas_kernels.quantized_attention import PageFormat, parse_format
 
 AUTO = "auto"  # page format of keys and values in kv_dtype
@@ -75,6 +76,7 @@ class Options(GatedOptions):
         5.0,
         "a token stays in the third precision if its significance is at least alpha_top / N, as "
         "alpha_h",
+        least=0,
     )
     groups: int = described(
         1,
@@ -192,8 +194,8 @@ class Options(GatedOptions):
         names = [as_they_are if level.format == AUTO else level.format for level in self.levels]
         key_groups = [0] * (len(names) - 1) + [self.key_group]
         parsed = [
-            parse_format(name, head_dim, floats, self.groups, of_level)
-            for name, of_level in zip(names, key_groups)
+            _parsed(level.name, name, head_dim, floats, self.groups, of_level)
+            for level, name, of_level in zip(self.levels, names, key_groups)
         ]
         if self.outliers > head_dim // 2:
             raise ValueError(
@@ -225,6 +227,14 @@ class Options(GatedOptions):
         """Whether every token stays in the precision in which it was written."""
         nothing_moves = self.budget == 0 == max(level.alpha for level in self.levels)
         return nothing_moves and not self.streaming_share and self.residual is None
+
+
+def _parsed(level: str, *of_format) -> tuple[KVFormat, KVFormat]:
+    """See `parse_format`. Errors name the option `level`."""
+    try:
+        return parse_format(*of_format)
+    except ValueError as error:
+        raise ValueError(f"{level}: {error}; {AUTO!r} keeps kv_dtype") from None
 
 
 def check_options(options: Options, model: ModelConfig | None) -> None:
@@ -260,7 +270,7 @@ def check_options(options: Options, model: ModelConfig | None) -> None:
         _check_kivi(options)
     for level in options.levels:
         if level.format != AUTO:
-            parse_format(level.format, 32 * options.groups, "float16", options.groups)
+            _parsed(level.name, level.format, 32 * options.groups, "float16", options.groups)
     if model is None:
         return
     options.check_gates(model)

@@ -23,7 +23,7 @@ class Checkpoints:
     num_references: references of all pinned checkpoints.
     num_pinned: distinct blocks of pinned checkpoints.
     ends: (pages, key) of the ends of prefixes at which each slot's prompt will make checkpoints.
-    made: keys of the checkpoints of each prompt that has no token yet, by slot.
+    made: (key, blocks) of the checkpoints of each prompt that has no token yet, by slot.
     """
 
     def __init__(self, num_blocks: int):
@@ -36,7 +36,7 @@ class Checkpoints:
         self._references = np.zeros(num_blocks, np.int64)
         self._orphans: list[int] = []  # idle blocks of no checkpoint
         self.ends: dict[int, list[tuple[int, bytes]]] = {}
-        self.made: dict[int, list[bytes]] = {}
+        self.made: dict[int, list[tuple[bytes, np.ndarray]]] = {}
 
     def __contains__(self, block: int) -> bool:
         return self._references[block] > 0
@@ -76,7 +76,7 @@ class Checkpoints:
         if key not in self._cached:
             self._cached[key] = blocks
             self._references[blocks] += 1
-            self.made.setdefault(slot, []).append(key)
+            self.made.setdefault(slot, []).append((key, blocks))
 
     def confirm(self, slots: np.ndarray) -> None:
         """The prompts of `slots` have a token, so their checkpoints stay."""
@@ -86,8 +86,8 @@ class Checkpoints:
     def leave(self, slot: int) -> None:
         """The sequence of `slot` leaves. Forget the checkpoints of a prompt without a token."""
         self.ends.pop(slot, None)
-        for key in self.made.pop(slot, ()):
-            if key in self._cached:
+        for key, blocks in self.made.pop(slot, ()):
+            if self._cached.get(key) is blocks:  # it may have been evicted, and made by another
                 self._forget(key)
 
     def _forget(self, key: bytes) -> None:

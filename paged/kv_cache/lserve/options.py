@@ -50,11 +50,13 @@ class Options(GatedOptions):
     minference_budget: int = described(
         4096,
         "tokens that a page of queries of a dense head reads in sparse prefill, in whole pages",
+        least=1,
     )
     minference_tile: int = described(
         1024,
         "tokens of a tile of a sparse prompt, counted from its end: a tile's last queries choose "
         "the pages that all of its queries read, and a chunk has whole tiles",
+        least=1,
     )
     checkpoints: int | None = described(
         None,

@@ -262,7 +262,7 @@ def test_pools_are_made_by_the_bytes_of_the_format(kv_bits):
     ("changes", "message"),
     [
         ({"budget": 11}, "budget must be at least 3 pages of 4, not 11"),
-        ({"reuse": 3}, r"reuse must be a divisor of page_size \(4\), or a new page would be"),
+        ({"reuse": 3}, r"reuse must be a divisor of page_size \(4\), so that no selection spans"),
         ({"logical_page": 8}, r"logical_page must be a divisor of page_size \(4\)"),
         ({"minference_from": -1}, r"minference_from must be from 0 to max_model_len \(64\), not"),
         ({"minference_from": 65}, r"minference_from must be from 0 to max_model_len \(64\), not 6"),

@@ -309,7 +309,7 @@ def test_options_that_cannot_work_are_refused(options, message):
             {}, {"policy_options": {"top": "K4V4", "high": "K8V8", "low": "K4V4"}},
             r"high \(K8V8\) must take no more memory than top \(K4V4\)",
         ),
-        ({}, {"kv_cache_tokens": 10}, r"kv_cache_tokens \(10\) hold no sequence"),
+        ({}, {"kv_cache_tokens": 10}, r"kv_cache_tokens \(10\) are too few for a sequence"),
         (
             {"num_layers": 16, "max_position_embeddings": 2**20},
             {
