@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from paged.kv_cache.windows import EVERYTHING
 from pallas_kernels.specs import Cost
 
 Work = dict[str, Cost]
 NOTHING = Cost(0)
-# Bytes [n] of each sequence in all heads, and shares [n, I] of its tokens that are kept in each
-# precision, the highest first, as means over heads.
+# Bytes [n] of each sequence, in all heads; [n, I] share of its tokens in each precision, highest
+# first, as a mean over heads.
 Stored = tuple[np.ndarray, np.ndarray]
-EVERYTHING = 2**40  # window, in tokens, of a layer without a window
 
 
 class Layout(Protocol):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.vllm import VLLMCache, VLLMDevice
 from paged.step_inputs import StepInputs
@@ -30,7 +31,7 @@ class TovaDevice(VLLMDevice):
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: VLLMCache, plan, inputs: StepInputs):
         N, P, _ = cache.k_pages.shape
-        T, K, _ = k_TxKxD.shape
+        T = len(k_TxKxD)
         Tp, Sp = inputs.num_prefill_tokens, inputs.num_prefill_rows
         q, k, v = (x.astype(cache.k_pages.dtype) for x in (q_TxHxD, k_TxKxD, v_TxKxD))
         tables = plan + layer * (self.num_kv_heads * self.num_blocks)
@@ -53,9 +54,7 @@ class TovaDevice(VLLMDevice):
         at = jnp.minimum(place_TxK, self.budget - 1)
         page = jnp.take_along_axis(tables[row], (at // P)[..., None], -1)[..., 0]
         written = (place_TxK < self.budget) & (inputs.token_rows < len(inputs.lengths))[:, None]
-        # Each entry of padding needs a place of its own, beyond the pool.
-        nowhere = N * P + jnp.arange(T * K, dtype=jnp.int32).reshape(T, K)
-        slots = jnp.where(written, page * P + at % P, nowhere)
+        slots = distinct(page * P + at % P, written, N * P)
         pages = write_kv(cache.k_pages, cache.v_pages, k, v, slots)
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), VLLMCache(*pages)
 
