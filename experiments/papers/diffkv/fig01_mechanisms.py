@@ -18,7 +18,7 @@ from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, arrow,
 from models import checkpoint
 from paged.config import EngineConfig
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules
+from paged.kv_cache.diffkv.compression import NO_TOKEN, Found, Rules
 from paged.kv_cache.diffkv.layout import layout_of
 from paged.kv_cache.policy import ShardedModel
 from pallas_kernels.quantization import KVFormat
@@ -238,7 +238,7 @@ def algorithm1() -> Mechanism:
     """Algorithm 1: the policy's decisions beside the printed ones, over random cases."""
     rng, N = np.random.default_rng(0), 100
     candidate, high, low = 10 ** rng.uniform(-5.5, -0.5, (3, CASES))
-    low[::7], high[::11] = NOBODY, NOBODY  # no such token
+    low[::7], high[::11] = NO_TOKEN, NO_TOKEN  # no such token
     ours = decided(candidate, high, low, N)
     theirs = np.array([as_printed(*case, N) for case in zip(candidate, high, low)])
     outcomes: dict[str, tuple[Sequence[int], str]] = {

@@ -54,7 +54,7 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-NOBODY = 3e38  # significance of a missing token
+NO_TOKEN = 3e38  # significance of a missing token
 REPOSITORY_ROWS = 64  # last queries of a prompt, whose probabilities are summed
 NEIGHBOURS = 3  # tokens on each side in the maximum of votes (SnapKV's kernel size of 7)
 CANDIDATE, HIGHEST = range(2)  # indices on the last axis of `Found`
@@ -73,7 +73,7 @@ class Found(NamedTuple):
     from `HIGHEST` on are the least significant token of each of I precisions outside the window.
 
     at: [..., 1 + I] int32, place of the token in its precision.
-    mean: [..., 1 + I] float32, significance of the token, `NOBODY` if there is no token.
+    mean: [..., 1 + I] float32, significance of the token, `NO_TOKEN` if there is no token.
     """
 
     at: jax.Array
@@ -209,11 +209,11 @@ class Rules:
             of_candidate = candidate <= victim
         leaving = jnp.where(of_candidate, candidate, victim)
         if self.generation in ("h2o", "keep"):
-            leaves = leaving < NOBODY
+            leaves = leaving < NO_TOKEN
             leaves &= (self.generation == "h2o") & (kept >= budget_tokens(budget, lengths))
             travels = jnp.zeros_like(leaves)
         else:
-            travels = leaves = (candidate < NOBODY) & (leaving < thresholds[0])
+            travels = leaves = (candidate < NO_TOKEN) & (leaving < thresholds[0])
         arrives, replaces = [jnp.ones_like(leaves)], [leaves]
         # In the paper only the candidate's final precision has a victim.
         meets = of_candidate if self.generation == "paper" else jnp.ones_like(of_candidate)
@@ -254,5 +254,5 @@ def least(means, places, rows, before: tuple[jax.Array, jax.Array]):
     mean, place = before
     new = mean.at[rows].min(means)
     place = jnp.where(new < mean, jnp.iinfo(jnp.int32).max, place)
-    won = (means == new[rows]) & (means < NOBODY)
+    won = (means == new[rows]) & (means < NO_TOKEN)
     return new, place.at[rows].min(jnp.where(won, places, jnp.iinfo(jnp.int32).max))

@@ -18,7 +18,7 @@ import numpy as np
 
 from models.config import Attention
 from paged.kv_cache.diffkv import page_manager
-from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
+from paged.kv_cache.diffkv.compression import NO_TOKEN, Found, Rules, least
 from paged.kv_cache.diffkv.keeps import Keeps
 from paged.kv_cache.diffkv.layout import PREFIXES, DiffKVLayout
 from paged.kv_cache.diffkv.page_selector import Read
@@ -79,7 +79,7 @@ class DiffKVDevice:
             words=jnp.zeros((layout.num_pages, layout.formats[0].words), jnp.uint32),
             pages=page_manager.init(layout.num_pages, *heads, width, levels, layout.single),
             counts=jnp.zeros((*heads, levels), jnp.int32),
-            found=Found(jnp.zeros(found, jnp.int32), jnp.full(found, NOBODY, jnp.float32)),
+            found=Found(jnp.zeros(found, jnp.int32), jnp.full(found, NO_TOKEN, jnp.float32)),
             alpha=jnp.array([self.alpha], jnp.float32),
             budget=jnp.array([self.budget], jnp.float32),
             streams=streams,
@@ -229,8 +229,8 @@ class DiffKVDevice:
         beyond = [(of_highest & x, highest_rank) for x in (age == window, age > window)]
         found = []
         for kept, rank in beyond + others:
-            nobody = jnp.full((R, K), NOBODY, jnp.float32), jnp.zeros((R, K), jnp.int32)
-            found.append(least(jnp.where(kept, mean, NOBODY), rank, row, nobody))
+            nothing = jnp.full((R, K), NO_TOKEN, jnp.float32), jnp.zeros((R, K), jnp.int32)
+            found.append(least(jnp.where(kept, mean, NO_TOKEN), rank, row, nothing))
         means, victims = (jnp.stack(x, -1) for x in zip(*found))
         all_counts = cache.counts.at[plan.slots[:, None], heads].set(
             jnp.stack(counts, -1), mode="drop"
@@ -252,13 +252,13 @@ class DiffKVDevice:
         S, K, D = k_SxKxD.shape
         layout, N, R = self.layout, len(cache.words), S * K
 
-        def mine(x):
+        def of_layer(x):
             """The part [Sd * K, …] of this layer's heads."""
             part = jax.lax.dynamic_slice_in_dim(x, layer * K, K, 1)
             return part.reshape(R, *x.shape[2:])
 
         arrives, replaces, page, at, counts, tables = map(
-            mine, (plan.arrives, plan.replaces, plan.page, plan.at, plan.counts, plan.tables)
+            of_layer, (plan.arrives, plan.replaces, plan.page, plan.at, plan.counts, plan.tables)
         )
         words, extremes = cache.words, cache.extremes
         streams = cache.streams_of(self._heads(layer))
@@ -387,7 +387,7 @@ class DiffKVDevice:
             cache,
             pages=page_manager.release(cache.pages, slots),
             counts=cache.counts.at[slots].set(0, mode="drop"),
-            found=Found(at, mean.at[slots].set(NOBODY, mode="drop")),
+            found=Found(at, mean.at[slots].set(NO_TOKEN, mode="drop")),
         )
 
     def copy_slots(self, cache: DiffKVCache, parents, children) -> DiffKVCache:

@@ -110,17 +110,17 @@ class TopPages:
         tables, counts, ranks = tables_RxM, [], []
         for level, (run, P) in enumerate(zip(runs, sizes)):
             number, of_level = chosen - before[:, level, None], held[:, level, None]
-            mine = selects & (number >= 0) & (number < of_level)
-            rank = jnp.cumsum(mine, axis=1) - 1
+            selected = selects & (number >= 0) & (number < of_level)
+            rank = jnp.cumsum(selected, axis=1) - 1
             ids = jnp.take_along_axis(tables_RxM, run.column(number), axis=1)
-            tables = tables.at[row, jnp.where(mine, run.column(rank), M)].set(ids, mode="drop")
+            tables = tables.at[row, jnp.where(selected, run.column(rank), M)].set(ids, mode="drop")
             # Chosen pages are in order, so the last page, which may not be full, stays last.
-            with_last = (mine & (number == of_level - 1)).any(1)
+            with_last = (selected & (number == of_level - 1)).any(1)
             lacks = held[:, level] * P - counts_RxI[:, level]
-            read = mine.sum(1) * P - jnp.where(with_last, lacks, 0)
+            read = selected.sum(1) * P - jnp.where(with_last, lacks, 0)
             counts.append(jnp.where(selects[:, 0], read, counts_RxI[:, level]))
             all_read = jnp.broadcast_to(jnp.arange(run.width), (R, run.width))
             ranks_of_level = jnp.where(selects, run.width, all_read)
-            at = jnp.where(mine, number, run.width)
+            at = jnp.where(selected, number, run.width)
             ranks.append(ranks_of_level.at[row, at].set(rank, mode="drop"))
         return Read(tables, jnp.stack(counts, axis=1).astype(jnp.int32), tuple(ranks))

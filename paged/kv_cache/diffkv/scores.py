@@ -6,7 +6,7 @@
 import jax
 import jax.numpy as jnp
 
-from paged.kv_cache.diffkv.compression import NOBODY, Found, Rules, least
+from paged.kv_cache.diffkv.compression import NO_TOKEN, Found, Rules, least
 from paged.kv_cache.scatter import distinct
 from pallas_kernels.quantized_attention import PageFormat
 from pallas_kernels.quantized_attention.tables import Run
@@ -81,12 +81,12 @@ def _section(
             masks = [age == window, age > window]
         new = []
         for mask, before in zip(masks, found, strict=True):
-            means = jnp.where(stored & mask, mean, NOBODY)
+            means = jnp.where(stored & mask, mean, NO_TOKEN)
             first = jnp.take_along_axis(place, means.argmin(-1, keepdims=True), -1)[:, 0]
             new.append(least(means.min(-1), first, row, before))
         return words, tuple(new)
 
-    nobody = jnp.full(R, NOBODY, jnp.float32), jnp.zeros(R, jnp.int32)
-    carry = words, (nobody,) * (1 if window_R is None else 2)
+    nothing = jnp.full(R, NO_TOKEN, jnp.float32), jnp.zeros(R, jnp.int32)
+    carry = words, (nothing,) * (1 if window_R is None else 2)
     words, found = jax.lax.fori_loop(0, num_trips(pages_R, width), body, carry)
     return words, *found

@@ -174,16 +174,16 @@ class LServeDevice(BlockDevice):
 
         # The gather is outside of the branches, because a collective needs all shards, but shards
         # with different numbers of dense heads take different branches.
-        telling = None
+        last = None
         if sparse is not None and plan.segments is not None:
-            telling = self.shared.gather(last_queries(q_TxHxD, plan.segments))
+            last = self.shared.gather(last_queries(q_TxHxD, plan.segments))
 
         def kept_pages(dense: int):
             segments, tiles = plan.segments, plan.tiles
-            assert telling is not None and segments is not None
+            assert last is not None and segments is not None
             assert tiles is not None and plan.kept is not None
             blocks = vertical_slash_blocks(
-                telling[:, :, : dense * G * self.shared.copies], k_pages, _by_head(tables, dense),
+                last[:, :, : dense * G * self.shared.copies], k_pages, _by_head(tables, dense),
                 segments, tiles, sparse, layout.minference, page_offset=base[:dense], **how,
             )  # fmt: skip
             return block_sparse_prefill_attention(

@@ -32,7 +32,7 @@ class LServeLayout:
     num_dense: dense heads by shard and layer. They come first in their layer.
     sink, local: see `streaming_blocks`.
     selected: pages that a query of a dense head reads with page selection.
-    all_below: most pages of a row that reads all of its pages.
+    all_below: pages of a sequence above which a generated token reads selected pages.
     window: most blocks of a sequence's streaming heads between steps.
     chunks: further blocks for the chunks of a step.
     quota: blocks reserved for checkpoints of prefixes.

@@ -203,8 +203,8 @@ def _plan_decode(
     P, Tp, Sp = layout.page_size, inputs.num_prefill_tokens, inputs.num_prefill_rows
     positions, tables = inputs.positions[Tp:], inputs.tables[Sp:]
     slots = jnp.where(computes, inputs.slots[Sp:], layout.num_slots)
-    # A prompt's last token may be computed here. It reads all pages, as in a chunk. Sparsely
-    # prefilled prompts have no tokens here: their tiles have more than one token.
+    # A prompt's last token can be a decode row, which reads all pages, as in a chunk. A sparsely
+    # prefilled prompt's cannot, because its tiles have more than one token.
     generated = positions >= tables[:, -1]
     sparse = computes & generated & (positions // P >= layout.all_below)
     before = cache.selected_at.at[slots].get(mode="fill", fill_value=NEVER)

@@ -109,7 +109,7 @@ class StreamingHost(BlockHost):
         if self.checkpoints.pin(key, blocks):
             self.pool.share(blocks)
 
-    def _leave_checkpoints(self) -> None:
+    def _make_checkpoints(self) -> None:
         """Make checkpoints at the ends that this step reaches. The next `_trim` frees windows."""
         tables, checkpoints, P = self.block_tables, self.checkpoints, self._layout.page_size
         for slot in list(checkpoints.ends):
@@ -131,7 +131,7 @@ class StreamingHost(BlockHost):
         assert (starts == self.block_tables.num_tokens[slots]).all(), "tokens are missing"
         if copies := self.block_tables.append(slots, ends):
             self.moves.copies[self._name] += copies
-        self._leave_checkpoints()
+        self._make_checkpoints()
 
     def windows(self, slots: np.ndarray) -> np.ndarray:
         """[S, sink + ring] blocks of `slots` [S], in the columns of `LServeLayout.column`. The ring

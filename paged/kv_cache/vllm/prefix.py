@@ -21,7 +21,8 @@ class Found:
     tail: [0 or 1] int32, the pinned block with the tokens after the full blocks.
     num_tokens: tokens of the prefix.
     end: `end_key` of the prefix.
-    num_cached: number of cached full blocks, including those after the prefix.
+    num_cached: number of cached full blocks; more than in `blocks` if the policy cannot resume
+        at the last one.
     """
 
     blocks: np.ndarray

@@ -135,7 +135,7 @@ def _check_tokens(section, tokens: list[Token], with_scores: bool) -> None:
         np.testing.assert_allclose(scores, by_oracle, rtol=1e-3, atol=1e-5)
 
 
-MEANS = st.sampled_from([0.0, 0.03, 0.03125, 0.1, 0.125, 0.5, compression.NOBODY])
+MEANS = st.sampled_from([0.0, 0.03, 0.03125, 0.1, 0.125, 0.5, compression.NO_TOKEN])
 
 
 @settings(max_examples=80, deadline=None)
@@ -152,7 +152,7 @@ def test_decisions_are_those_of_the_printed_algorithm(means, rule):
     zero = np.zeros(D)
     ours: list[dict[int, str]] = [{} for _ in alpha]  # tokens by place
     for mean, age, level, place in zip(means, (4, 5, 6, 7), (0, 0, 1, 2), (7, 8, 9, 10)):
-        if mean < compression.NOBODY:
+        if mean < compression.NO_TOKEN:
             token = Token(100 - age, zero, zero, mean * (age - (rule == "paper")))
             oracle.kept[level].append(token)
             ours[level][place] = str(token.position)
