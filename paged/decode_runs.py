@@ -33,7 +33,7 @@ REPEATED = ("can_append", "append", "advance", "usage")
 
 class SteadyHost(HostPolicy, Protocol):
     """A host half whose free memory only shrinks while rows decode, so that a request without room
-    stays without room. Without `free_ahead`, a simulated cluster takes its steps one by one."""
+    stays without room."""
 
     def decode_steps(
         self, number: int, slots: np.ndarray, num_tokens: np.ndarray, most: int
@@ -47,6 +47,11 @@ class SteadyHost(HostPolicy, Protocol):
         num_tokens: [n] tokens after the first step.
         """
         ...
+
+
+class ForeseenHost(SteadyHost, Protocol):
+    """A `SteadyHost` whose free memory is known ahead. With other hosts, a simulated cluster
+    executes the steps of a run one by one."""
 
     def free_ahead(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
         """Free tokens [k] after each of the steps that `decode_steps` would take; changes nothing.
@@ -177,7 +182,7 @@ class DecodeRuns:
     def ahead(self, flight: InFlight, previous_end_s: float) -> Ahead | None:
         """The steps that `next` would take if no request arrived in between, without taking them.
         None if there are none, if the step in flight has other rows, if a request waits, or if the
-        host half is not a `SteadyHost` with `free_ahead`."""
+        host half is not a `ForeseenHost`."""
         policy = self._scheduler.policy
         if self._scheduler.waiting or not _is_steady(type(policy)):
             return None
@@ -190,8 +195,7 @@ class DecodeRuns:
         if found is None:
             return None
         self._seen = flight, found
-        steady = cast(SteadyHost, policy)
-        free = steady.free_ahead(found.slots, found.lengths, found.steps)
+        free = cast(ForeseenHost, policy).free_ahead(found.slots, found.lengths, found.steps)
         return Ahead(found.ends_s[: len(free)], free) if len(free) else None
 
     def _certain(

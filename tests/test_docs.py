@@ -280,17 +280,21 @@ def test_the_picture_of_a_step_has_the_devices_slot_mapping():
 
 
 def test_the_table_of_parts_is_that_of_the_presets():
-    row = r"^\| ([\w, ]+) \| (host \w+|device pages) \| [^|]+ \| ([^|]+) \| ([^|]+) \|$"
+    row = r"^\| ([\w, ]+) \| (host \w+|device pages) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$"
     rows = re.findall(row, (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    keeps = {"all": "all", "streaming heads: sink and window": "position"}
     stated = {
-        name: (owner.split()[1], keeps == "all", reads == "all")
-        for names, owner, keeps, reads in rows
+        name: (
+            owner.split()[1],
+            "stored" if format.startswith(("`kv_dtype`", "as lserve")) else "staged",
+            keeps.get(kept, "prompt"),
+            "all" if read == "all" else "selected",
+        )
+        for names, owner, format, kept, read in rows
         for name in names.split(", ")
     }
     parts = {name: preset.engine_config(TINY).parts for name, preset in PRESETS.items()}
-    assert stated == {
-        name: (of.owner, of.keeps == "all", of.reads == "all") for name, of in parts.items()
-    }
+    assert stated == {name: (of.owner, of.format, of.keeps, of.reads) for name, of in parts.items()}
 
 
 @pytest.mark.slow

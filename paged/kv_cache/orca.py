@@ -120,7 +120,7 @@ class ReservingHost(HostPolicy):
         return [Usage(states + n, reserved - n, *rest) for n in written]
 
     def free_ahead(self, slots, num_tokens, most: int) -> np.ndarray:
-        """See `paged.decode_runs.SteadyHost`."""
+        """See `paged.decode_runs.ForeseenHost`."""
         return np.full(most, self.usage().free)
 
     def free(self, slot: int) -> None:

@@ -1,21 +1,24 @@
 """The parts of a KV-cache policy, and the capabilities that follow from them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
+
+from paged.checks import refusal
 
 
 @dataclass(frozen=True)
 class Parts:
     """The four parts of a policy, then details. Properties are capabilities; `EngineConfig` rejects
-    configurations that need more.
+    configurations that need more. Raises ValueError for values that are not allowed.
 
     owner: who gives memory to sequences. 'blocks': the host, in blocks that sequences can share.
         'runs': the host, in one run of blocks for each sequence. 'pages': the device.
     format: keys and values that prefill attends to. 'stored': those that pages hold. 'staged':
         unquantised ones, which are quantised after prefill.
-    keeps: what decides which tokens stay. 'all': all stay. 'position': their positions. 'prompt':
-        queries of the whole prompt, or the prompt's length.
+    keeps: what decides which tokens stay, and in which precision. 'all': all stay as they were
+        written. 'position': their positions. 'prompt': queries of the whole prompt, or its length.
     reads: pages that a token reads. 'all': all that hold its tokens. 'selected': some of them.
+    forks, swaps: whether the host half has the methods for forks and swaps.
     checkpoints: for later prompts, the owner keeps what `keeps` drops of their prefix.
     slot_state: the device keeps state of each running sequence, indexed by its slot.
     static_batching: requests are admitted only when nothing runs.
@@ -34,6 +37,8 @@ class Parts:
     format: Literal["stored", "staged"] = "stored"
     keeps: Literal["all", "position", "prompt"] = "all"
     reads: Literal["all", "selected"] = "all"
+    forks: bool = True
+    swaps: bool = True
     checkpoints: bool = False
     slot_state: bool = False
     static_batching: bool = False
@@ -43,12 +48,19 @@ class Parts:
     tiled_from: int = 0
     staged_tile: int = 0
 
+    def __post_init__(self):
+        for name, allowed in ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise refusal(name, f"one of {', '.join(allowed)}", getattr(self, name))
+        if self.pins and not self.staged_tile:
+            raise ValueError(f"pins ({self.pins}) need a staged_tile")
+
     @property
     def fork(self) -> Literal["no", "computed", "anywhere"]:
         """Prefix of another sequence that a sequence can share. 'anywhere': any prefix. 'computed':
         all computed tokens or none, so only equal prompts share."""
         overwrites = self.owner == "blocks" and self.keeps == "prompt"
-        if self.owner == "runs" or overwrites:
+        if not self.forks or self.owner == "runs" or overwrites:
             return "no"
         return "computed" if self.slot_state else "anywhere"
 
@@ -60,7 +72,7 @@ class Parts:
     @property
     def swap(self) -> bool:
         """Whether a preempted sequence can be swapped to the host's memory."""
-        return self.owner != "runs"
+        return self.swaps and self.owner != "runs"
 
     @property
     def chunked_prefill(self) -> bool:
@@ -91,3 +103,6 @@ class Parts:
         if not self.pins:
             return prompt_length
         return max(0, prompt_length - 2) // self.staged_tile * self.staged_tile
+
+
+ALLOWED = {name: get_args(kind) for name, kind in get_type_hints(Parts).items() if get_args(kind)}

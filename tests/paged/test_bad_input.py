@@ -204,6 +204,7 @@ def test_a_policy_of_a_relative_module_is_refused():
     "changes, message",
     [
         ({"options": dict}, "options must be a dataclass"),
+        ({"parts": None}, "parts must be a function, not None"),
         ({"parts": lambda config: {"owner": "blocks"}}, "parts must return Parts, not {"),
     ],
 )

@@ -40,7 +40,8 @@ def parts(config: CacheConfig) -> Parts:
     decide which tokens are kept, and they attend to unquantised keys. Pinned prefixes are stored
     unquantised."""
     options: Options = config.policy_options
-    as_they_are = options.levels[0].format == AUTO and config.kv_dtype == "auto"
+    written = options.levels[: 1 if options.keeps_all else None]
+    as_they_are = {level.format for level in written} == {AUTO} and config.kv_dtype == "auto"
     return Parts(
         "pages",
         format="stored" if as_they_are else "staged",

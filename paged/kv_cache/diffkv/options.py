@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -50,8 +51,8 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Fields carry their help texts. Defaults of fields that DiffKV's paper describes are its own;
-    alpha is for Llama3-8B.
+    """Fields carry their help texts. Fields that DiffKV's paper describes have its values as
+    defaults; alpha is for Llama3-8B.
 
     Raises ValueError as `GatedOptions` does, and for thresholds that are not a pair.
     """
@@ -63,7 +64,7 @@ class Options(GatedOptions):
         least=0,
     )
     alpha_l: float = described(
-        0.02, "a token is dropped if its significance is below alpha_l / N, as alpha_h"
+        0.02, "a token is dropped if its significance is below alpha_l / N, with N as for alpha_h"
     )
     high: str = described("K8V4", f"page format of high precision; {AUTO!r} keeps kv_dtype")
     low: str = described("K4V2", f"page format of low precision; {AUTO!r} keeps kv_dtype")
@@ -74,8 +75,8 @@ class Options(GatedOptions):
     )
     alpha_top: float = described(
         5.0,
-        "a token stays in the third precision if its significance is at least alpha_top / N, as "
-        "alpha_h",
+        "a token stays in the third precision if its significance is at least alpha_top / N, "
+        "with N as for alpha_h",
         least=0,
     )
     groups: int = described(
@@ -178,8 +179,10 @@ class Options(GatedOptions):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Two or three precisions, the highest first. KIVI ignores alpha."""
-        lower = Level("high", self.high, self.alpha_h), Level("low", self.low, self.alpha_l)
+        """Two or three precisions, the highest first. For KIVI, alpha states that every token
+        outside the window moves down, and that none is dropped; `Residual` does not read it."""
+        alpha = (math.inf, 0.0) if self.residual else (self.alpha_h, self.alpha_l)
+        lower = Level("high", self.high, alpha[0]), Level("low", self.low, alpha[1])
         return (Level("top", self.top, self.alpha_top), *lower) if self.top else lower
 
     def formats(self, page_size: int, head_dim: int, dtype: str) -> tuple[PageFormat, ...]:
@@ -226,7 +229,7 @@ class Options(GatedOptions):
     def keeps_all(self) -> bool:
         """Whether every token stays in the precision in which it was written."""
         nothing_moves = self.budget == 0 == max(level.alpha for level in self.levels)
-        return nothing_moves and not self.streaming_share and self.residual is None
+        return nothing_moves and not self.streaming_share
 
 
 def _parsed(level: str, *of_format) -> tuple[KVFormat, KVFormat]:

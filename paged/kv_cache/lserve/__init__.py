@@ -47,8 +47,9 @@ def check(config: CacheConfig, model: ModelConfig | None) -> None:
     unshared_from = parts(config).unshared_from
     if config.prefix_caching and 0 < unshared_from <= config.page_size + 1:
         raise ValueError(
-            f"policy 'lserve' cannot share prefixes: minference_from ({unshared_from}) leaves no "
-            f"prompt of more than a page of {config.page_size} tokens dense: prefix_caching"
+            f"policy 'lserve' cannot share prefixes (prefix_caching): with minference_from "
+            f"({unshared_from}) it prefills every prompt longer than a page "
+            f"({config.page_size} tokens) sparsely"
         )
     if model is None:
         return

@@ -3,10 +3,10 @@
 To continue a cached prefix, streaming heads need the blocks that the next query reads: the sink and
 the local pages before the query's page. A checkpoint references these blocks.
 The blocks are full or pinned, so no sequence writes them again. A checkpoint may be used as soon as
-it is made, because steps run in order, and the sequence that uses it computes in a later step. If
-the prompt then ends without a token (preempted, aborted, or not finite), its checkpoints are
-forgotten: its other blocks are not published either. If windows need memory, unpinned checkpoints
-are evicted, the least recently used first.
+it is made, because steps run in order, and the sequence that uses it computes in a later step.
+If all prompts that made a checkpoint leave before their next token (preempted, aborted, or not
+finite), the checkpoint is forgotten: their other blocks are not published either. If windows need
+memory, unpinned checkpoints are evicted, the least recently used first.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,6 @@ class Checkpoints:
     num_references: references of all pinned checkpoints.
     num_pinned: distinct blocks of pinned checkpoints.
     ends: (pages, key) of the ends of prefixes at which each slot's prompt will make checkpoints.
-    made: (key, blocks) of the checkpoints of each prompt that has no token yet, by slot.
     """
 
     def __init__(self, num_blocks: int):
@@ -36,7 +35,8 @@ class Checkpoints:
         self._references = np.zeros(num_blocks, np.int64)
         self._orphans: list[int] = []  # idle blocks of no checkpoint
         self.ends: dict[int, list[tuple[int, bytes]]] = {}
-        self.made: dict[int, list[tuple[bytes, np.ndarray]]] = {}
+        # Slots whose prompts made a checkpoint, until one of them has a token.
+        self._makers: dict[bytes, set[int]] = {}
 
     def __contains__(self, block: int) -> bool:
         return self._references[block] > 0
@@ -76,22 +76,27 @@ class Checkpoints:
         if key not in self._cached:
             self._cached[key] = blocks
             self._references[blocks] += 1
-            self.made.setdefault(slot, []).append((key, blocks))
+            self._makers[key] = set()
+        if key in self._makers:
+            self._makers[key].add(slot)
 
     def confirm(self, slots: np.ndarray) -> None:
         """The prompts of `slots` have a token, so their checkpoints stay."""
-        for slot in self.made.keys() & set(slots.tolist()):
-            del self.made[slot]
+        if self._makers:
+            named = set(slots.tolist())
+            self._makers = {k: of for k, of in self._makers.items() if of.isdisjoint(named)}
 
     def leave(self, slot: int) -> None:
-        """The sequence of `slot` leaves. Forget the checkpoints of a prompt without a token."""
+        """The sequence of `slot` leaves. Forget checkpoints whose makers have all left."""
         self.ends.pop(slot, None)
-        for key, blocks in self.made.pop(slot, ()):
-            if self._cached.get(key) is blocks:  # it may have been evicted, and made by another
+        for key, makers in list(self._makers.items()):
+            if makers == {slot}:
                 self._forget(key)
+            makers.discard(slot)
 
     def _forget(self, key: bytes) -> None:
         blocks = self._cached.pop(key)
+        self._makers.pop(key, None)
         self._references[blocks] -= 1
         free = blocks[self._references[blocks] == 0].tolist()
         self._orphans += [block for block in free if block in self.idle]

@@ -59,7 +59,7 @@ class LServeHost(HostPolicy):
     """Coordinates the managers of the two pools, and moves slot states with their sequences.
 
     dense, streaming: managers of the two pools; `streaming` is None if no head streams.
-    parts: the managers.
+    managers: both, without None.
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
@@ -69,7 +69,7 @@ class LServeHost(HostPolicy):
         if self.layout.streams:
             self.streaming = StreamingHost(self.pools[1], self.layout, config.prefix_caching)
         self.dense = VLLMHost(self.pools[0], config, self._can_resume)
-        self.parts = [part for part in (self.dense, self.streaming) if part is not None]
+        self.managers = [part for part in (self.dense, self.streaming) if part is not None]
         self._can = config.parts
         self._prompt_length = np.zeros(config.max_num_seqs, np.int32)
         self.moves, self._keys = Moves(), itertools.count()
@@ -79,10 +79,10 @@ class LServeHost(HostPolicy):
         return self.layout.table_width
 
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
-        return all(part.fits(num_tokens, num_sequences) for part in self.parts)
+        return all(part.fits(num_tokens, num_sequences) for part in self.managers)
 
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
-        return all(part.can_admit(sequences, keep_watermark) for part in self.parts)
+        return all(part.can_admit(sequences, keep_watermark) for part in self.managers)
 
     def admit(self, slot: int, sequence: Sequence) -> int:
         self._prompt_length[slot] = sequence.num_prompt_tokens
@@ -129,20 +129,20 @@ class LServeHost(HostPolicy):
             self.streaming.pin_window(slot, len(tokens), end)
 
     def can_append(self, slots, num_tokens) -> bool:
-        return all(part.can_append(slots, num_tokens) for part in self.parts)
+        return all(part.can_append(slots, num_tokens) for part in self.managers)
 
     def append(self, slots, num_tokens) -> None:
-        for part in self.parts:
+        for part in self.managers:
             part.append(slots, num_tokens)
 
     def fork(self, parent: int, child: int) -> None:
-        for part in self.parts:
+        for part in self.managers:
             part.fork(parent, child)
         self._prompt_length[child] = self._prompt_length[parent]
         self.moves.copy_slot(parent, child)
 
     def advance(self, number: int, slots, starts, ends) -> None:
-        for part in self.parts:
+        for part in self.managers:
             part.advance(number, slots, starts, ends)
 
     def decode_steps(self, number: int, slots, num_tokens, most: int) -> list[Usage]:
@@ -159,46 +159,46 @@ class LServeHost(HostPolicy):
         return usages
 
     def computed(self, parent: int, child: int, num_tokens: int) -> None:
-        for part in self.parts:
+        for part in self.managers:
             part.computed(parent, child, num_tokens)
         self.moves.after.append((parent, child))
 
     def free(self, slot: int) -> None:
-        for part in self.parts:
+        for part in self.managers:
             part.free(slot)
         self.moves.release(slot)
 
     def can_swap_out(self, slots: list[int]) -> bool:
-        return all(part.can_swap_out(slots) for part in self.parts)
+        return all(part.can_swap_out(slots) for part in self.managers)
 
     def swap_out(self, slots: list[int]) -> Swapped:
         keys = [next(self._keys) for _ in slots]
         for slot, key in zip(slots, keys):
             self.moves.export_slot(slot, key)
-        swapped = [part.swap_out(slots) for part in self.parts]
+        swapped = [part.swap_out(slots) for part in self.managers]
         for slot in slots:
             self.moves.release(slot)
         return Swapped(swapped, keys)
 
     def can_swap_in(self, swapped: Swapped, keep_watermark: bool) -> bool:
-        each = zip(self.parts, swapped.parts)
+        each = zip(self.managers, swapped.parts)
         return all(part.can_swap_in(of_part, keep_watermark) for part, of_part in each)
 
     def swap_in(self, swapped: Swapped, sequences: list[Sequence]) -> None:
-        for part, of_part in zip(self.parts, swapped.parts):
+        for part, of_part in zip(self.managers, swapped.parts):
             part.swap_in(of_part, sequences)
         slots = [sequence.slot for sequence in sequences]
         self._prompt_length[slots] = [sequence.num_prompt_tokens for sequence in sequences]
         self.moves.slot_imports += zip(swapped.keys, slots)
 
     def drop_swapped(self, swapped: Swapped) -> None:
-        for part, of_part in zip(self.parts, swapped.parts):
+        for part, of_part in zip(self.managers, swapped.parts):
             part.drop_swapped(of_part)
         self.moves.dropped += swapped.keys
 
     def take_moves(self) -> Moves:
         moves = super().take_moves()
-        for part in self.parts:  # each part has its own pools
+        for part in self.managers:  # each part has its own pools
             of_part = part.take_moves()
             moves.exports |= of_part.exports
             moves.imports |= of_part.imports
@@ -217,10 +217,10 @@ class LServeHost(HostPolicy):
         return usage + self.streaming.usage() if self.streaming else usage
 
     def used_units(self) -> dict[str, np.ndarray]:
-        return {name: units for part in self.parts for name, units in part.used_units().items()}
+        return {name: units for part in self.managers for name, units in part.used_units().items()}
 
     def owners(self) -> dict[str, np.ndarray]:
-        return {name: owners for part in self.parts for name, owners in part.owners().items()}
+        return {name: owners for part in self.managers for name, owners in part.owners().items()}
 
     def gauges(self, report, slots, contexts) -> dict[str, float]:
         """selected_tokens: tokens that a query of a dense head reads in a layer with page
@@ -231,8 +231,8 @@ class LServeHost(HostPolicy):
         return {"selected_tokens": int(selected.sum())}
 
     def check(self) -> None:
-        for part in self.parts:
+        for part in self.managers:
             part.check()
 
     def drain_operations(self) -> list[tuple[str, str, np.ndarray]]:
-        return [operation for part in self.parts for operation in part.drain_operations()]
+        return [operation for part in self.managers for operation in part.drain_operations()]

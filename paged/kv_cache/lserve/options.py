@@ -16,8 +16,8 @@ MIN_SELECTED = 3  # pages. The newest page is always read; fewer leave too littl
 
 @dataclass(frozen=True)
 class Options(GatedOptions):
-    """Fields carry their help texts. Defaults of fields that the paper describes are its own, but
-    keys and values are not quantised (§3.2), and no head streams without gates.
+    """Fields carry their help texts. Fields that the paper describes have its values as defaults,
+    but keys and values are not quantised (§3.2), and no head streams without gates.
     """
 
     budget: int = described(4096, "tokens that a query of a dense head reads, in whole pages")
@@ -26,7 +26,9 @@ class Options(GatedOptions):
     )
     dense_layers: int = described(0, "first layers whose dense heads read all pages", least=0)
     reuse: int = described(
-        4, "tokens that share a selection of pages (§3.5.3); the first is a multiple of it"
+        4,
+        "reuse interval (§3.5.3): tokens that share a selection of pages. Intervals begin at "
+        "multiples of it, counted from the sequence's start",
     )
     logical_page: int = described(16, "tokens whose keys share statistics")
     select_per: Literal["kv_head", "query_head"] = described(

@@ -135,7 +135,7 @@ class StreamingHost(BlockHost):
 
     def windows(self, slots: np.ndarray) -> np.ndarray:
         """[S, sink + ring] blocks of `slots` [S], in the columns of `LServeLayout.column`. The ring
-        holds the newest pages. No query reads a column without a page, which holds any block."""
+        holds the newest pages. A column without a page holds any block, which no query reads."""
         sink, ring, tables = self._layout.sink, self._layout.ring, self.block_tables
         newest = tables.num_blocks[slots][:, None] - 1
         last, columns = (newest - sink) % ring, np.arange(ring)  # last: the newest page's column

@@ -171,7 +171,7 @@ class VLLMHost(BlockHost):
         return usages
 
     def free_ahead(self, slots: np.ndarray, num_tokens: np.ndarray, most: int) -> np.ndarray:
-        """See `paged.decode_runs.SteadyHost`."""
+        """See `paged.decode_runs.ForeseenHost`."""
         grown = self._grown(slots, num_tokens, most)
         return (self.pool.num_free - grown) * self.block_tables.page_size
 

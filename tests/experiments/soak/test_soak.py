@@ -385,6 +385,8 @@ def test_each_policy_names_what_its_options_ask_for(tokenizer):
     assert counts(changed(LSERVE, **NO_GATES))[3:] == ["selecting"]  # Quest
     assert counts(DIFFKV)[2:] == ["demoted", "dropped"]
     assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[2:] == []  # INT8
+    kivi = {"prompt_rule": "kivi", "generation_rule": "kivi", "key_group": 8, "window": 16}
+    assert counts(changed(DIFFKV, **kivi, top=""))[2:] == ["demoted"]
     assert counts(replace(CONFIG, adapter_slots=2))[1:] == [
         "preemptions", "cached_tokens", "adapters_evicted",
     ]  # fmt: skip

@@ -36,13 +36,27 @@ def test_a_prompt_that_ends_without_a_token_leaves_no_checkpoint():
     engine = simulated("lserve")
     prompt, checkpoints = [5 + i for i in range(15)], engine.host_policy.streaming.checkpoints
     name = engine.add_request(prompt, HOW)
-    while not checkpoints.made:
+    while not checkpoints._cached:
         engine.step()
     engine.abort(name)
-    assert not checkpoints.made and not len(checkpoints.cached_blocks)
+    assert not checkpoints._cached and not len(checkpoints.cached_blocks)
     for _ in range(2):
         engine.generate([prompt], HOW)
     assert cached(engine)[-2:] == [0, 14] and len(checkpoints.cached_blocks)
+    engine.host_policy.check()
+
+
+def test_a_checkpoint_stays_if_one_of_its_makers_does():
+    engine = simulated("lserve", checkpoints=4)
+    prompt, checkpoints = [5 + i for i in range(7)], engine.host_policy.streaming.checkpoints
+    names = [engine.add_request(prompt, HOW) for _ in range(2)]
+    while not checkpoints._cached:
+        engine.step()
+    engine.abort(names[0])
+    while engine.has_unfinished():
+        engine.step()
+    engine.generate([prompt], HOW)
+    assert cached(engine)[-1] == 6
     engine.host_policy.check()
 
 

@@ -36,8 +36,8 @@ def config_of(options, **changes) -> EngineConfig:
     ],
 )
 def test_attention_is_that_of_a_loop(low, group, rest, parts, dim):
-    """Prompts end within a group, within the rest, and at the end of a group. In the first two
-    sequences, decode steps then write each place of the rest twice."""
+    """Prompts end within a group, within the residual, and at the end of a group. In the first two
+    sequences, decode steps then write each place of the residual twice."""
     model = TINY.replace(num_layers=L, num_heads=H, num_kv_heads=K, head_dim=dim)
     options = {"high": "auto", "low": low, "window": rest, "key_group": group, "groups": parts}
     config = config_of(options)
@@ -97,7 +97,7 @@ def test_a_page_has_the_bytes_of_codes_and_scales_alone():
         kv_cache_tokens=4000,
     )  # fmt: skip
     layout = layout_of(config, model)
-    # Each of four heads has 11 pages of the rest and 14 of the 896 tokens before it.
+    # Each of four heads has 11 pages of the residual and 14 of the 896 tokens before it.
     assert int(layout.worst(1024)) == layout.max_pages == 4 * (11 + 14)
     assert layout.table_width == 25
     assert layout.worst(100) == 4 * 9
