@@ -128,6 +128,17 @@ def test_a_prompt_that_waits_for_memory_enters_when_another_has_computed_their_p
     assert fast == slow
 
 
+def test_after_a_step_with_prefills_a_waiting_prompt_may_enter_before_tokens_are_known():
+    """LServe's checkpoints can be used as soon as the step that makes them is scheduled."""
+    config = config_of("lserve", 280, prefix_caching=True, max_num_batched_tokens=128)
+    engine = Engine(TINY, config, SimulatedExecutor(vocab_size=61))
+    for _ in range(8):
+        engine.add_request([3, 4, 5], SamplingParams(max_tokens=30))
+    engine.step()
+    scheduler = engine.scheduler
+    assert scheduler._head_lacks_memory and not scheduler.nobody_enters
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_most_steps_are_taken_together(policy):
     """When requests are long and arrive rarely, few steps are events."""
