@@ -11,7 +11,7 @@ Each run is checked by its log: no request is overtaken more often than the boun
 replay of the log gives the same schedule.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,10 +112,11 @@ def row_of(engine: Engine) -> Row:
     )
 
 
-def check_replay(engine: Engine) -> None:
-    """Raises AssertionError if a replay of the log of `engine` gives other events."""
+def check_replay(engine: Engine, again: Callable[[EventLog], Engine]) -> None:
+    """Raises AssertionError if a replay of the log of `engine` on the engine that `again` makes
+    gives other events."""
     log = EventLog("events.jsonl", run_record.plain(engine.events))
-    events = replay.replay(replay.simulated_engine(log, engine.model), log)
+    events = replay.replay(again(log), log)
     difference = first_difference(log, events)
     assert difference is None, difference and difference.describe("the run", "its replay")
 
@@ -147,7 +148,7 @@ def with_bound(flags: SlotFlags, model: ModelConfig, config: EngineConfig, bound
     config = replace(config, max_overtakes=bound)
     engine = simulate(model, config, requests, names, 1e-3 * flags.load_ms)
     row = row_of(engine)
-    check_replay(engine)
+    check_replay(engine, lambda log: replay.simulated_engine(log, model))
     return row
 
 

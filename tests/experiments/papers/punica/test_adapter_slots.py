@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.lib import adapters
-from experiments.papers.punica import adapter_slots
+from experiments.papers.punica import adapter_slots, adapter_slots_cpu
 from experiments.papers.punica.adapter_slots import SlotFlags
 from tests.experiments.conftest import TINY
 
@@ -59,3 +59,10 @@ def test_the_popularity_is_zipfs():
     drawn = adapter_slots.zipf(50_000, 200, 1.3, np.random.default_rng(0))
     counts = np.bincount(drawn, minlength=200)
     assert 2.2 < counts[0] / counts[1] < 2.7 and counts[150:].sum() > 0
+
+
+@pytest.mark.slow
+def test_adapters_are_loaded_while_the_bundled_model_serves():
+    flags = adapter_slots_cpu.CpuFlags(adapters=5, adapter_slots=2, requests=8)
+    row = adapter_slots_cpu.serve_all(flags)  # it replays the run
+    assert row.requests == 8 and row.loads > 0 and row.most_overtaken <= 32
