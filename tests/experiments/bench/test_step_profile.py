@@ -13,7 +13,7 @@ def test_parts_and_floors_of_the_bundled_models_step():
     assert [row.part for row in rows] == list(PARTS)
     numbers = step_profile.values(flags, rows)
     assert numbers["step_ms_bundled"] == pytest.approx(sum(row.ms for row in rows))
-    assert numbers["step_ms_bundled"] > 0 and all(row.floor_ms >= 0 for row in rows)
+    assert all(row.floor_ms >= 0 for row in rows)
 
 
 @pytest.mark.parametrize("contexts", [(64,), (160, 64), (64, 4096)])
