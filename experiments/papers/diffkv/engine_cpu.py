@@ -2,8 +2,7 @@
 
 python -m experiments.papers.diffkv.engine_cpu
 
-As experiments.papers.lserve.engine_cpu. On a CPU decode is bound by operations, and unpacking codes
-adds some. So fewer bytes save memory, but no time.
+As experiments.papers.lserve.engine_cpu. Here fewer bytes save memory, but no time.
 """
 
 from collections.abc import Iterator
