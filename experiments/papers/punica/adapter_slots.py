@@ -47,9 +47,13 @@ class SlotFlags(Flags):
     adapter_slots: int = flag(8, "on the device", least=1)
     requests: int = flag(250, "of each bound", least=1)
     rate: float = flag(70.0, "requests a second", least=1e-3)
-    load_ms: float = flag(150.0, "of one adapter", least=0)
     zipf: float = flag(1.3, "exponent of the adapters' popularity", least=0)
     seed: int = flag(0, "of requests and adapters", least=0)
+
+
+@dataclass(frozen=True)
+class SimulatedFlags(SlotFlags):
+    load_ms: float = flag(150.0, "of one adapter", least=0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def simulate(
     return engine
 
 
-def with_bound(flags: SlotFlags, model: ModelConfig, config: EngineConfig, bound: int) -> Row:
+def with_bound(flags: SimulatedFlags, model: ModelConfig, config: EngineConfig, bound: int) -> Row:
     """Serve with this bound, and check the run by a replay."""
     names = [f"lora-{i:03}" for i in range(flags.adapters)]
     requests = make_requests(
@@ -160,7 +164,7 @@ def check(flags: SlotFlags) -> None:
     config_of(flags)
 
 
-def measure(flags: SlotFlags, run: Run) -> Iterator[Row]:
+def measure(flags: SimulatedFlags, run: Run) -> Iterator[Row]:
     config, model = config_of(flags), checkpoint.load_config("bundled")
     for bound in BOUNDS:
         yield run.once(with_bound, flags, model, config, bound)
@@ -170,7 +174,7 @@ def shown(bound: int) -> str:
     return "no bound" if bound == UNBOUNDED else str(bound)
 
 
-def values(_: SlotFlags, runs: Sequence[Row]) -> Values:
+def values(_: SimulatedFlags, runs: Sequence[Row]) -> Values:
     numbers: dict[str, float | None] = {}
     for run in runs:
         at = shown(run.max_overtakes).replace(" ", "_")
@@ -184,7 +188,7 @@ def values(_: SlotFlags, runs: Sequence[Row]) -> Values:
     }
 
 
-def draw(_: SlotFlags, figure: Figure, runs: Sequence[Row]) -> None:
+def draw(_: SimulatedFlags, figure: Figure, runs: Sequence[Row]) -> None:
     axes, labels = figure.subplots(), [shown(run.max_overtakes) for run in runs]
     axes.plot(labels, [run.ttft_mean_s for run in runs], "o-", color="#2f6b9a", label="mean")
     axes.plot(labels, [run.ttft_p99_s for run in runs], "o:", color="#2f6b9a", label="99th of 100")
@@ -208,7 +212,7 @@ STUDY = Study(
         "the claim is ours; the paper has no such figure",
         "reduced",
     ),
-    flags=SlotFlags,
+    flags=SimulatedFlags,
     measure=measure,
     values=values,
     check=check,

@@ -38,7 +38,6 @@ class CpuFlags(SlotFlags):
     adapters: int = flag(40, "that requests name", least=1)
     requests: int = flag(80, "in all", least=1)
     rate: float = flag(40.0, "requests a second", least=1e-3)
-    load_ms: float = flag(0.0, "unused: loads are measured", least=0, most=0)
 
 
 def engine_of(flags: CpuFlags, folder: Path) -> Engine:

@@ -7,12 +7,12 @@ import pytest
 
 from experiments.lib import adapters
 from experiments.papers.punica import adapter_slots, adapter_slots_cpu
-from experiments.papers.punica.adapter_slots import SlotFlags
+from experiments.papers.punica.adapter_slots import SimulatedFlags
 from tests.experiments.conftest import TINY
 
 
 def test_overtaking_is_bounded_and_pays():
-    flags = SlotFlags(adapters=60, requests=35, rate=100.0, load_ms=100.0, seed=1)
+    flags = SimulatedFlags(adapters=60, requests=35, rate=100.0, load_ms=100.0, seed=1)
     config = replace(adapter_slots.CONFIG, adapter_slots=4, max_model_len=180)
     bounds = (0, 8, adapter_slots.UNBOUNDED)
     # `with_bound` asserts its bound, and replays the run.
