@@ -126,7 +126,7 @@ def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -
 def gates_of(flags: QualifyFlags) -> np.ndarray:
     """[L, K] the gates of the KV heads."""
     file = flags.gates or str(find(flags.model) / "duo_gates.json")
-    return np.array(named_gates(flags, file))
+    return np.array(named_gates(flags.model, file))
 
 
 @functools.lru_cache(maxsize=1)

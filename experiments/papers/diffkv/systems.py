@@ -67,7 +67,7 @@ def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfi
     share: share of the KV heads that stream, chosen by the gates.
     """
     all_pages = flags.longest + PAGE_SIZE
-    chosen = {"gates": gates_of(flags, gates), "streaming_share": share}
+    chosen = {"gates": gates_of(flags.model, gates), "streaming_share": share}
     return _lserve(flags, **chosen, budget=all_pages)
 
 

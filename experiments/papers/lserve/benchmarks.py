@@ -25,7 +25,7 @@ class LServeFlags(AccuracyFlags):
 
 def systems(flags: LServeFlags) -> accuracy.Systems:
     """Dense, and LServe at each budget. With several budgets LServe's name includes the budget."""
-    found, gates = {DENSE: accuracy.config_of(flags)}, gates_of(flags, flags.gates)
+    found, gates = {DENSE: accuracy.config_of(flags)}, gates_of(flags.model, flags.gates)
     for budget in flags.budgets:
         name = f"LServe-{budget}" if len(flags.budgets) > 1 else "LServe"
         chosen: dict[str, Any] = {

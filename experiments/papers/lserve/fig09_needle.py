@@ -58,7 +58,7 @@ class Row:
 
 def systems(flags: NeedleFlags) -> accuracy.Systems:
     found = {"dense": accuracy.config_of(flags)}
-    gates = gates_of(flags, flags.gates)
+    gates = gates_of(flags.model, flags.gates)
     for budget in flags.budgets:
         chosen = {"gates": gates, "streaming_share": flags.share, "budget": budget}
         name = f"{100 * flags.share:g}% streaming, budget {budget}"

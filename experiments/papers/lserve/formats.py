@@ -37,7 +37,7 @@ class FormatFlags(AccuracyFlags):
 
 
 def systems(flags: FormatFlags) -> accuracy.Systems:
-    gates = gates_of(flags, flags.gates)
+    gates = gates_of(flags.model, flags.gates)
 
     def lserve(kv_bits: int, sparse: bool, **fields: Any):
         chosen: dict[str, Any] = {"kv_bits": kv_bits, "budget": flags.longest + 64}

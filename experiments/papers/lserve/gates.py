@@ -1,7 +1,6 @@
 """The gates of a study's --gates, and how accuracy studies differ from the paper."""
 
 from experiments.lib import shipped
-from experiments.lib.typed_flags import ModelFlags
 from models import checkpoint
 from paged.kv_cache.gates import Gates, read_gates
 
@@ -10,9 +9,9 @@ JUDGE_GATES = "models/judge/duo_gates.json"
 DIFFERS = "the paper asks Llama-3-8B up to 256k tokens; here nearly all of 16 KV heads need all"
 
 
-def gates_of(flags: ModelFlags, gates: str) -> Gates:
+def gates_of(model: str, gates: str) -> Gates:
     """The gates in a file. Raises ValueError for an invalid model or file."""
-    checkpoint.load_config(flags.model)  # An invalid model raises here, before the file is read.
+    checkpoint.load_config(model)  # An invalid model raises here, before the file is read.
     if not gates:
         raise ValueError("--gates must name a file, not ''")
-    return read_gates(shipped.found(gates), lambda: checkpoint.weights_hash(flags.model))
+    return read_gates(shipped.found(gates), lambda: checkpoint.weights_hash(model))

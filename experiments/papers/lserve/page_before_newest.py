@@ -13,7 +13,6 @@ after the first is the likeliest after the right tokens before it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 import jax
@@ -24,12 +23,10 @@ from tqdm import tqdm
 
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
+from experiments.papers import masked
 from experiments.study import Run, Setting, Study, Values
-from experiments.tasks import tasks
-from models import checkpoint, load_tokenizer
+from models import checkpoint
 from models.config import ModelConfig
-from models.families import family
-from models.full_attention import causal_attend
 
 PAGE_SIZE, LOGICAL_PAGE = 64, 16
 LOSS, NEAR = 10, 5  # percentage points
@@ -63,19 +60,6 @@ class Row:
     first_wrong: int
 
 
-@partial(jax.jit, static_argnums=1)
-def prefill(params, config: ModelConfig, tokens_T, kv_Lx2xSxKxD):
-    """The keys and values of a prompt, written to the first T of S places."""
-    exact = causal_attend(config)
-
-    def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, kv):
-        kv = kv.at[layer, :, : len(tokens_T)].set(jnp.stack([k_TxKxD, v_TxKxD]))
-        return exact(layer, q_TxHxD, k_TxKxD, v_TxKxD, None)[0], kv
-
-    positions = jnp.arange(len(tokens_T))
-    return family(config).forward(params, config, tokens_T, positions, attend, kv_Lx2xSxKxD)[1]
-
-
 def pages_read(scores_RxKxM, newest_R, count: int, always):
     """[R, K, M] bool: the newest page, and the `count` - 1 older pages of highest score; among
     these the page `always` before the newest, if it is not 0."""
@@ -86,41 +70,22 @@ def pages_read(scores_RxKxM, newest_R, count: int, always):
     return (jax.nn.one_hot(chosen, len(pages)).sum(2) > 0) | (pages == newest)
 
 
-@partial(jax.jit, static_argnums=(1, 6))
-def likeliest(
-    params, config: ModelConfig, kv_Lx2xSxKxD, start, tokens_R, sources_R, count: int, always
-):
-    """[R] the likeliest token after each of R tokens from position `start` on.
+def seen(layer, q_RxKxGxD, keys_SxKxD, at_R, sources_R, always, count: int):
+    """The tokens [R, K, S] of `pages_read`. sources: [R] the row whose query selects pages for the
+    row."""
+    logical = page_bounds(q_RxKxGxD[sources_R], keys_SxKxD, LOGICAL_PAGE)
+    scores = logical.reshape(*logical.shape[:2], -1, PAGE_SIZE // LOGICAL_PAGE).max(3)
+    return jnp.repeat(pages_read(scores, at_R // PAGE_SIZE, count, always), PAGE_SIZE, 2)
 
-    kv: [L, 2, S, K, D] keys and values of the tokens before `start`; S is a multiple of the page.
-    sources: [R] the row whose query selects pages for the row.
-    count, always: see `pages_read`.
-    """
-    K, D, G = config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads
-    S, at_R = kv_Lx2xSxKxD.shape[2], start + jnp.arange(len(tokens_R))
 
-    def attend(layer, q_RxHxD, k_RxKxD, v_RxKxD, cache):
-        keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(kv_Lx2xSxKxD[layer, i], new, start, 0)
-            for i, new in enumerate((k_RxKxD, v_RxKxD))
-        )
-        q = q_RxHxD.reshape(-1, K, G, D)
-        selecting = q[sources_R]
-        logical = keys.reshape(-1, PAGE_SIZE // LOGICAL_PAGE, LOGICAL_PAGE, K, D)
-        bounds = "rkgd,mckd->rkgmc"
-        scores_RxKxM = (
-            jnp.einsum(bounds, jnp.maximum(selecting, 0), logical.max(2))
-            + jnp.einsum(bounds, jnp.minimum(selecting, 0), logical.min(2))
-        ).max((2, 4))
-        read = pages_read(scores_RxKxM, at_R // PAGE_SIZE, count, always)
-        seen = jnp.repeat(read, PAGE_SIZE, 2) & (jnp.arange(S) <= at_R[:, None, None])
-        logits = jnp.einsum("rkgd,skd->rkgs", q, keys) * config.attention.scale
-        probs = jax.nn.softmax(jnp.where(seen[:, :, None], logits, -jnp.inf))
-        return jnp.einsum("rkgs,skd->rkgd", probs, values).reshape(-1, K * G, D), cache
-
-    model = family(config)
-    hidden, _ = model.forward(params, config, tokens_R, at_R, attend, None)
-    return model.logits(params, config, hidden).argmax(-1)
+def page_bounds(q_RxKxGxD, keys_SxKxD, page: int):
+    """[R, K, S // page] the largest product of a KV head's queries with any key between the minimum
+    and the maximum of a page's keys."""
+    keys = keys_SxKxD.reshape(-1, page, *keys_SxKxD.shape[1:])
+    return (
+        jnp.einsum("rkgd,mkd->rkgm", jnp.maximum(q_RxKxGxD, 0), keys.max(1))
+        + jnp.einsum("rkgd,mkd->rkgm", jnp.minimum(q_RxKxGxD, 0), keys.min(1))
+    ).max(2)
 
 
 def sources(start: int, rows: int, interval: int) -> np.ndarray:
@@ -130,66 +95,44 @@ def sources(start: int, rows: int, interval: int) -> np.ndarray:
     return np.maximum(positions // interval * interval, start) - start
 
 
-def answers(flags: PageFlags, params, config: ModelConfig, prompt, answer) -> Iterator[tuple]:
+def answers(flags: PageFlags, params, config: ModelConfig, question) -> Iterator[tuple]:
     """(interval, always, the likeliest tokens after each but the last of the answer's) of each
-    system. prompt, answer: token ids."""
-    T, R = len(prompt), len(answer) - 1
-    S = -(-(T + R) // PAGE_SIZE) * PAGE_SIZE
-    empty = jnp.zeros((config.num_layers, 2, S, config.num_kv_heads, config.head_dim))
-    kv = prefill(params, config, np.array(prompt), empty)
+    system."""
+    asked, count = masked.Asked(params, config, question), flags.budget // PAGE_SIZE
     for interval, always in product(flags.intervals, READ):
-        found = likeliest(
-            params, config, kv, T, np.array(answer[:-1]), sources(T, R, interval),
-            flags.budget // PAGE_SIZE, always,
-        )  # fmt: skip
-        yield interval, always, np.asarray(found)
+        rows = sources(asked.start, len(asked.tokens), interval)
+        yield interval, always, asked.likeliest(seen, rows, always, count=count)
 
 
-def prompts_of(flags: PageFlags, context: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) as token ids. Raises ValueError for an unknown task, or one that does not
-    fit."""
-    tokenizer = load_tokenizer(flags.model)
-    made = tasks.make_prompts(flags.task, context, flags.num_prompts, flags.seed, tokenizer)
-    found = []
-    for each in made:
-        prompt = tokenizer(each.prompt)["input_ids"]
-        found.append((prompt, tokenizer(each.prompt + each.answer)["input_ids"][len(prompt) :]))
-    return found
+def questions_of(flags: PageFlags, context: int) -> list[masked.Question]:
+    return masked.questions(flags.model, flags.task, context, flags.num_prompts, flags.seed)
 
 
 def check(flags: PageFlags) -> None:
-    config = checkpoint.load_config(flags.model)
-    if config.attention.soft_cap is not None or any(config.attention.windows):
-        raise ValueError("--model must have neither sliding windows nor a soft cap of attention")
+    masked.check_model(flags.model, flags.contexts)
     if any(PAGE_SIZE % interval for interval in flags.intervals):
         raise ValueError(f"--intervals must divide {PAGE_SIZE}, the tokens of a page")
     for name in ("intervals", "contexts"):
         if len(set(each := getattr(flags, name))) < len(each):
             raise ValueError(f"--{name} names a number twice: {', '.join(map(str, each))}")
-    if max(flags.contexts) > (most := config.max_position_embeddings):
-        raise ValueError(f"--contexts is at most the model's {most} positions")
     for context in flags.contexts:
-        prompts = prompts_of(flags, context)
-        pages = min(len(prompt) for prompt, _ in prompts) // PAGE_SIZE
+        pages = min(len(each.prompt) for each in questions_of(flags, context)) // PAGE_SIZE
         if flags.budget // PAGE_SIZE > pages:
             raise ValueError(
                 f"prompts of --contexts={context} have {pages} whole pages of {PAGE_SIZE} tokens, "
                 f"fewer than --budget={flags.budget}"
             )
-        if min(len(answer) for _, answer in prompts) < 2:
-            raise ValueError(f"answers of --task={flags.task} must have at least two tokens")
 
 
 def measure(flags: PageFlags, run: Run) -> Iterator[Row]:
     with refusals():
         config, params = checkpoint.load(flags.model)
     for context in flags.contexts:
-        for i, (prompt, answer) in enumerate(tqdm(prompts_of(flags, context), f"{context}")):
+        for i, question in enumerate(tqdm(questions_of(flags, context), f"{context}")):
             if run.stopped():
                 return
-            for interval, always, found in answers(flags, params, config, prompt, answer):
-                wrong = np.flatnonzero(found != answer[1:])
-                yield Row(context, i, interval, always, int(wrong[0]) + 1 if len(wrong) else -1)
+            for interval, always, found in answers(flags, params, config, question):
+                yield Row(context, i, interval, always, question.first_wrong(found))
 
 
 def values(_: PageFlags, rows: Sequence[Row]) -> Values:

@@ -77,7 +77,7 @@ def controls(flags: FrontierFlags, gates) -> dict[str, dict[str, Any]]:
 
 
 def systems(flags: FrontierFlags) -> accuracy.Systems:
-    gates = gates_of(flags, flags.gates)
+    gates = gates_of(flags.model, flags.gates)
 
     def lserve(share: float, budget: str, **more: Any):
         tokens = flags.longest + 64 if budget == "all" else int(budget)

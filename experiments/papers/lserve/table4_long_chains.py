@@ -37,7 +37,7 @@ class ChainFlags(AccuracyFlags):
 
 
 def systems(flags: ChainFlags) -> accuracy.Systems:
-    gates = gates_of(flags, flags.gates)
+    gates = gates_of(flags.model, flags.gates)
     chosen = {"gates": gates, "streaming_share": flags.share, "budget": flags.budget}
     return {
         DENSE: accuracy.config_of(flags),

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from experiments.papers.lserve import page_before_newest as study
+from experiments.papers.masked import Question
 from models import llama, params
 from models.config import ModelConfig
 from paged import Engine, EngineConfig, SamplingParams
@@ -27,9 +28,10 @@ def test_the_masks_give_the_tokens_of_the_engine():
         engine = Engine.from_model(weights, MODEL, config)
         [output] = engine.generate([prompt], SamplingParams(max_tokens=110, ignore_eos=True))
         answers.append(output.tokens)
+        question = Question(prompt, output.tokens)
         found = {
             (n, always): tokens.tolist()
-            for n, always, tokens in study.answers(FLAGS, weights, MODEL, prompt, output.tokens)
+            for n, always, tokens in study.answers(FLAGS, weights, MODEL, question)
         }
         assert found[interval, 0] == output.tokens[1:]
     assert answers[0] != answers[1] != answers[2] != answers[0], "the interval changes no token"
