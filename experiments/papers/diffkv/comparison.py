@@ -1,5 +1,6 @@
 """Comparison of a study's systems at equal memory."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from matplotlib.axes import Axes
 from experiments import accuracy
 from experiments.accuracy import Row
 from experiments.papers.diffkv.systems import REFERENCE
+from experiments.study import Values
 
 
 def of_alpha(alpha_h: float, alpha_l: float) -> str:
@@ -16,6 +18,23 @@ def of_alpha(alpha_h: float, alpha_l: float) -> str:
 
 def of_budget(method: str, budget: float) -> str:
     return f"{method} {budget:.15g}"
+
+
+def key_of(system: str) -> str:
+    """A system's name in names of values."""
+    return re.sub(r"\W+", "_", system).lower()
+
+
+def by_system(whole: Mapping[str, Row]) -> Values:
+    """right_SYSTEM, lost_SYSTEM, memory_SYSTEM: percent of right answers, points lost to 16 bits,
+    and KV memory over 16-bit pages, None if the policy does not report it."""
+    numbers: dict[str, float | None] = {}
+    for name, row in whole.items():
+        key = key_of(name)
+        numbers |= {f"right_{key}": row.score, f"memory_{key}": row.kv_memory_fraction}
+        if name != REFERENCE:
+            numbers[f"lost_{key}"] = 0.0 - row.difference
+    return numbers
 
 
 def _sizes(whole: Mapping[str, Row], names: Sequence[str]) -> dict[str, float]:

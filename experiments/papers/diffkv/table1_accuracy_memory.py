@@ -18,7 +18,6 @@ and SnapKV at the least budget that takes at least as much memory. INT4 is compa
 system of --alphas that takes at most INT4's memory.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,9 @@ from experiments.papers.diffkv import systems
 from experiments.papers.diffkv.comparison import (
     at_no_less_memory,
     at_no_more_memory,
+    by_system,
     draw_families,
+    key_of,
     of_alpha,
     of_budget,
 )
@@ -133,14 +134,17 @@ def compare(flags: MemoryFlags, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def values(flags: MemoryFlags, rows: Sequence[Row]) -> Values:
-    row = accuracy.pooled(rows)[of_alpha(*flags.pairs[0])]
+    """Numbers of the first of --alphas; numbers by system (`by_system`); and for the pairs of
+    `compare`, points_…, logprob_… and the lower bounds of their intervals."""
+    whole = accuracy.pooled(rows)
+    row = whole[of_alpha(*flags.pairs[0])]
     numbers: dict[str, float | None] = {
         "kv_memory_fraction": row.kv_memory_fraction, "difference_points": row.difference,
-        "difference_low": row.difference_low, "accuracy_drop_points": -row.difference,
-        "logprob_difference": row.logprob_difference, "divergence": row.divergence,
+        "difference_low": row.difference_low, "logprob_difference": row.logprob_difference,
+        "divergence": row.divergence, **by_system(whole),
     }  # fmt: skip
     for pair in accuracy.pairs(rows):
-        key = re.sub(r"\W+", "_", f"{pair.system.split()[0]}_over_{pair.reference}").lower()
+        key = key_of(f"{pair.system}_over_{pair.reference}")
         numbers |= {
             f"points_{key}": pair.difference, f"points_low_{key}": pair.difference_low,
             f"logprob_{key}": pair.logprob_difference, f"logprob_low_{key}": pair.logprob_low,

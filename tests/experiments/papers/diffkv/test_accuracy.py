@@ -92,7 +92,9 @@ def test_the_goal_and_baselines_at_no_less_memory():
     whole = report()
     numbers = numbers_of(whole)
     assert whole["holds"] is True and numbers["kv_memory_fraction"] == pytest.approx(0.33)
-    assert numbers["points_diffkv_over_k4v4"] == numbers["points_diffkv_over_h2o_0_5"] == 50
+    assert numbers["points_diffkv_3_0_02_over_k4v4"] == 50
+    assert numbers["points_diffkv_1_0_over_h2o_0_5"] == numbers["lost_h2o_0_5"] == 50
+    assert (numbers["right_k4v4"], numbers["memory_k4v4"]) == (50, pytest.approx(0.3))
     found["DiffKV 1/0"] = found_with(right, 0.41)
     assert report()["holds"] is False
 

@@ -39,8 +39,8 @@ def test_systems_differ_in_what_their_names_say(gates):
     assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (192, 0.5, 0.9)
     turned = found["gates turned around"].policy_options
     assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 192
-    pages = page_size.systems(page_size.PageFlags(**FLAGS, budgets=(192,)))
-    assert [config.page_size for config in pages.values()] == [64, 16, 64, 64]
+    pages = page_size.make_systems(page_size.PageFlags(**FLAGS, budgets=(192,)))
+    assert [config.page_size for config in pages.values()] == [64, 16, 64, 64, 64]
     assert len({config.policy_options.reuse for config in list(pages.values())[1:]}) == 1
     of = formats.systems(formats.FormatFlags(**FLAGS, gates=gates, budget=192))
     both = of["sparse and quantised"]
