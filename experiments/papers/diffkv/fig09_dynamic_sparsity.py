@@ -99,7 +99,8 @@ def values(flags: SparsityFlags, rows: Sequence[Row]) -> Values:
 
 
 def holds(found: Mapping[str, float]) -> bool:
-    alphas = [name.removeprefix("dropped_") for name in found if name.startswith("dropped_dyn")]
+    start = f"dropped_{DYNAMIC}"
+    alphas = [name.removeprefix("dropped_") for name in found if name.startswith(start)]
     over = [found[f"points_{a}_over_{key_of(of)}"] for a in alphas for of in (STATIC, VOTES)]
     return min(over) >= 0
 

@@ -5,8 +5,8 @@ python -m experiments.papers.lserve.fig06_page_size
 All heads are dense, and read a budget of whole pages, selected for each token. Flat selection
 (Quest) scores a page by the extremes of all its keys, which carry little information in a large
 page. Hierarchical selection scores a page by the extremes of each of its logical pages of 16
-tokens. With logical pages of one token, a page's score is exact: the largest product of the query
-and any of its keys.
+tokens. With logical pages of one token, a page's score is exact: the largest product of any of the
+KV head's queries and any of the page's keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,8 +57,8 @@ def make_systems(flags: PageFlags) -> accuracy.Systems:
 
 
 def values(flags: PageFlags, rows: Sequence[Row]) -> Values:
-    """Points over flat pages of 64 and of 16: over_…, of hierarchical pages of 64; exact_over_…,
-    of pages of 64 with exact scores."""
+    """Points over flat pages: over_…, of hierarchical pages of 64; exact_over_…, of pages of 64
+    with exact scores."""
     whole, numbers = accuracy.pooled(rows), {}
     for budget in flags.budgets:
         flat16, flat64, hierarchical, exact = (
