@@ -1,11 +1,11 @@
-"""A model's answers when it sees a part of its prompt, without engine, policy and kernels.
+"""A model's answers when it sees a part of its prompt, by forward passes without an engine.
 
 A prompt passes through the model once, with causal attention. Then the right answer passes through
 it once for each mask. An answer is right if each of its tokens after the first is the likeliest
 after the right tokens before it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,9 @@ from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
 
-MULTIPLE = 64  # prompts, and answers, are padded to multiples of it, so that programs are few
+# Prompts, and answers, are padded to multiples of it, so that programs are few. Masks by pages rely
+# on it too.
+MULTIPLE = 64
 # (layer, q [R, K, G, D], keys [S, K, D], positions [R], ...) -> the tokens [R, K, S] that each
 # query sees, bool; later tokens are masked elsewhere. A size may be 1.
 Seen = Callable[..., jax.Array]
@@ -41,12 +43,14 @@ class Question:
 
 
 def questions(model: str, task: str, context: int, num: int, seed: int) -> list[Question]:
-    """Raises ValueError for an unknown task, one that does not fit the context, or one whose
-    answers are shorter than two tokens."""
+    """Raises ValueError for an unknown task, one that does not fit the context, one whose answers
+    are shorter than two tokens, and a tokenizer that merges prompt and answer."""
     tokenizer, found = load_tokenizer(model), []
     for each in tasks.make_prompts(task, context, num, seed, tokenizer):
         prompt = tokenizer(each.prompt)["input_ids"]
         whole = tokenizer(each.prompt + each.answer)["input_ids"]
+        if whole[: len(prompt)] != prompt:
+            raise ValueError(f"the tokenizer of {model} merges the end of a prompt and its answer")
         found.append(Question(prompt, whole[len(prompt) :]))
     if min(len(each.answer) for each in found) < 2:
         raise ValueError(f"answers of {task} must have at least two tokens")
@@ -60,8 +64,15 @@ def check_model(model: str, contexts: Iterable[int]) -> ModelConfig:
     if config.attention.soft_cap is not None or any(config.attention.windows):
         raise ValueError("--model must have neither sliding windows nor a soft cap of attention")
     if max(contexts) > (most := config.max_position_embeddings):
-        raise ValueError(f"--contexts is at most the model's {most} positions")
+        raise ValueError(f"a context is at most the model's {most} positions")
     return config
+
+
+def check_distinct(**flags: Sequence) -> None:
+    """Raises ValueError for a flag that names a value twice."""
+    for name, given in flags.items():
+        if len(set(given)) < len(given):
+            raise ValueError(f"--{name} names a value twice: {', '.join(map(str, given))}")
 
 
 def padded(tokens: list[int]) -> np.ndarray:
@@ -73,8 +84,8 @@ def padded(tokens: list[int]) -> np.ndarray:
 class Asked:
     """A question whose prompt has passed through the model.
 
-    attend: the prompt's attention, as `causal_attend`'s; its last value is carried from layer to
-        layer, from `state` to `found`.
+    attend: the prompt's attention, as `causal_attend` returns it. It gets `state` in the first
+        layer, and returns (attention, new state) in each; `found` is the last layer's.
     """
 
     def __init__(
@@ -97,9 +108,10 @@ class Asked:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _prefill(params, config: ModelConfig, chosen, tokens_T, kv_Lx2xSxKxD, state):
-    """The keys and values of a prompt, written to the first T of S places, and `chosen`'s state."""
-    exact = chosen or causal_attend(config)
+def _prefill(params, config: ModelConfig, given, tokens_T, kv_Lx2xSxKxD, state):
+    """The keys and values of a prompt, written to the first T of S places, and the state of the
+    attention `given`."""
+    exact = given or causal_attend(config)
 
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, carry):
         kv, state = carry

@@ -6,9 +6,8 @@ Each of --intervals is a system: the number of tokens that share a selection. Fu
 read the page before the newest, or as a control the page before that one, in place of the selected
 page of lowest score.
 
-Prompts and right answers pass through the model once for each system, with masks written from the
-definition of page selection, without engine and kernels. An answer is right if each of its tokens
-after the first is the likeliest after the right tokens before it.
+Right answers pass through the model once for each system, with masks written from the definition of
+page selection, without engine and kernels (`experiments/papers/masked.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +94,9 @@ def sources(start: int, rows: int, interval: int) -> np.ndarray:
     return np.maximum(positions // interval * interval, start) - start
 
 
-def answers(flags: PageFlags, params, config: ModelConfig, question) -> Iterator[tuple]:
+def answers(
+    flags: PageFlags, params, config: ModelConfig, question: masked.Question
+) -> Iterator[tuple]:
     """(interval, always, the likeliest tokens after each but the last of the answer's) of each
     system."""
     asked, count = masked.Asked(params, config, question), flags.budget // PAGE_SIZE
@@ -112,9 +113,7 @@ def check(flags: PageFlags) -> None:
     masked.check_model(flags.model, flags.contexts)
     if any(PAGE_SIZE % interval for interval in flags.intervals):
         raise ValueError(f"--intervals must divide {PAGE_SIZE}, the tokens of a page")
-    for name in ("intervals", "contexts"):
-        if len(set(each := getattr(flags, name))) < len(each):
-            raise ValueError(f"--{name} names a number twice: {', '.join(map(str, each))}")
+    masked.check_distinct(intervals=flags.intervals, contexts=flags.contexts)
     for context in flags.contexts:
         pages = min(len(each.prompt) for each in questions_of(flags, context)) // PAGE_SIZE
         if flags.budget // PAGE_SIZE > pages:
@@ -144,7 +143,7 @@ def values(_: PageFlags, rows: Sequence[Row]) -> Values:
         context, interval, always = system
         mine = [r.first_wrong for r in rows if (r.context, r.interval, r.always) == system]
         wrong = [at for at in mine if at >= 0]
-        numbers[f"right_{context}_{interval}{READ[always]}"] = 100 * (1 - len(wrong) / len(mine))
+        numbers[f"right_{context}_{interval}{READ[always]}"] = masked.percent_right(mine)
         if not always:
             at = int(np.bincount(wrong).argmax()) if wrong else None
             share = 100 * wrong.count(at) / len(wrong) if at is not None else None

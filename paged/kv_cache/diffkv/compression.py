@@ -168,18 +168,21 @@ class Rules:
             return scores
         return scores / jnp.maximum(age if self.counts_own else age - 1, 1)
 
+    def prompt_significance(self, sums_TxK, positions_Tx1, N):
+        """(significance [T, K], base) of the tokens of prompts of N tokens. A token is kept if its
+        significance is at least alpha / base."""
+        if self.prompt == "paper":
+            return sums_TxK / jnp.maximum(N - 1 - positions_Tx1, 1), positions_Tx1 + 1
+        if self.prompt == "repository":
+            return sums_TxK / jnp.clip(N - positions_Tx1, 1, REPOSITORY_ROWS), N
+        return sums_TxK, N
+
     def of_prompts(self, sums_TxK, positions_T, lengths_T, alpha, budget):
         positions, N = positions_T[:, None], lengths_T[:, None]
         recent = positions >= N - self.recent(budget, N)
         later = jnp.maximum(N - positions if self.counts_own else N - positions - 1, 0)
-        if self.prompt == "paper":
-            mean, base = sums_TxK / jnp.maximum(N - 1 - positions, 1), positions + 1
-            scores = mean * later
-        elif self.prompt == "repository":
-            mean, base = sums_TxK / jnp.clip(N - positions, 1, REPOSITORY_ROWS), N
-            scores = mean * later
-        else:
-            mean, base, scores = sums_TxK, N, sums_TxK
+        mean, base = self.prompt_significance(sums_TxK, positions, N)
+        scores = mean * later if self.prompt in ("paper", "repository") else sums_TxK
         if self.budgeted:
             first_T = jnp.arange(len(positions_T)) - positions_T
             if self.prompt == "snapkv":

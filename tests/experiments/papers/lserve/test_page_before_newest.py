@@ -80,9 +80,9 @@ def test_the_claim_needs_the_page_and_not_the_control():
     ("fields", "complaint"),
     [
         ({"intervals": (1, 3)}, "--intervals must divide 64"),
-        ({"intervals": (2, 2)}, "--intervals names a number twice: 2, 2"),
+        ({"intervals": (2, 2)}, "--intervals names a value twice: 2, 2"),
         ({"budget": 4096}, "prompts of --contexts=512 have 5 whole pages of 64 tokens, fewer than"),
-        ({"contexts": (9000,)}, "--contexts is at most the model's 8192 positions"),
+        ({"contexts": (9000,)}, "a context is at most the model's 8192 positions"),
     ],
 )
 def test_a_bad_flag_is_refused(fields, complaint):
