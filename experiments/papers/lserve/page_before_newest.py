@@ -156,7 +156,9 @@ def holds(v: Mapping[str, float]) -> bool:
     plain = {name: x for name, x in right.items() if "with" not in name}
     alone = {name.partition("_")[0]: x for name, x in plain.items() if name.endswith("_1")}
     lost = [name for name, x in plain.items() if x <= alone[name.partition("_")[0]] - LOSS]
-    return bool(lost) and all(
+    if not lost:
+        raise ValueError("no interval loses answers, so there is nothing to explain")
+    return all(
         right[f"{name}_with_page"] >= alone[name.partition("_")[0]] - NEAR
         and right[f"{name}_with_control"] <= right[f"{name}_with_page"] - NEAR
         for name in lost
