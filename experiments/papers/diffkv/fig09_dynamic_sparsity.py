@@ -135,7 +135,7 @@ STUDY = accuracy.study(
         "alphas": (0.1, 0.3),
         "budgets": (0.5, 0.81),
     },
-    # Each budget is the least that keeps as much as one of the alphas.
+    # Each budget keeps a little more than one of the alphas.
     full=accuracy.JUDGE | {"alphas": (0.1, 0.3, 0.9), "budgets": (0.5, 0.84, 0.96)},
     minutes=(1.5, 200),
 )

@@ -41,6 +41,8 @@ def test_systems_differ_in_what_their_names_say(gates):
     assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 192
     pages = page_size.make_systems(page_size.PageFlags(**FLAGS, budgets=(192,)))
     assert [config.page_size for config in pages.values()] == [64, 16, 64, 64, 64]
+    logical = [config.policy_options.logical_page for config in list(pages.values())[1:]]
+    assert logical == [16, 64, 16, 1]
     assert len({config.policy_options.reuse for config in list(pages.values())[1:]}) == 1
     of = formats.systems(formats.FormatFlags(**FLAGS, gates=gates, budget=192))
     both = of["sparse and quantised"]
