@@ -18,6 +18,7 @@ from experiments.papers.diffkv import fig08_key_value_formats as key_value_forma
 from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
 from experiments.papers.diffkv import fig10_thresholds as thresholds
 from experiments.papers.diffkv import table1_accuracy_memory as accuracy_memory
+from experiments.papers.diffkv.comparison import of_alpha
 from models import checkpoint
 from paged.requests.sampling_params import SamplingParams
 from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows_of
@@ -132,7 +133,7 @@ def test_calibration_is_the_papers_procedure():
         found = {"16 bits": found_with([True] * 10)}
         for cell, (right, memory) in cells.items():
             one = found_with([True] * right + [False] * (10 - right), memory)
-            found[thresholds.label(cell)] = one
+            found[of_alpha(*cell)] = one
         rows = rows_of(found)
         thresholds.draw(flags, Figure(), rows)
         numbers = thresholds.values(flags, rows)
