@@ -245,7 +245,7 @@ STUDY = Study(
     rule="scores span at least twice the orders of magnitude of norms",
     holds=lambda v: v["score_orders_of_magnitude"] >= 2 * v["norm_orders_of_magnitude"],
     setting=Setting(
-        "the bundled model, 20 prompts of each of five tasks, 1,024 tokens",
+        "the judge model, 20 prompts of each of five tasks, 1,024 tokens",
         "the paper measures Llama-3-8B and others, on MATH, GSM8K and MMLU",
         "reduced",
     ),
@@ -257,6 +257,7 @@ STUDY = Study(
     draw=draw,
     table=table,
     quick={"num_prompts": 2},
+    full={"model": "judge"},
     minutes=(0.5, 3),
     size=(12, 7),
 )
