@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogFormatter
 from tqdm import tqdm
 
 from experiments.lib.typed_flags import Flags, flag
@@ -228,7 +228,7 @@ def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title
         values = np.sort(np.concatenate([prompt[index][layer].ravel() for prompt in prompts]))
         at = np.linspace(0, len(values) - 1, 400).astype(int)
         axes.semilogx(values[at], at / len(values), label=f"layer {layer}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
     axes.set(ylabel="share of tokens below", title=title)
     axes.legend(fontsize="x-small")
 
@@ -250,7 +250,8 @@ STUDY = Study(
     holds=lambda v: v["score_orders_of_magnitude"] >= 2 * v["norm_orders_of_magnitude"],
     setting=Setting(
         "the judge model, 20 prompts of each of five tasks, 1,024 tokens",
-        "the paper measures Llama-3-8B and others, on MATH, GSM8K and MMLU",
+        "the paper measures Llama-3-8B and others, on MATH, GSM8K and MMLU; 48 of the judge's 64 "
+        "KV heads were added by growing",
         "reduced",
     ),
     flags=PromptFlags,

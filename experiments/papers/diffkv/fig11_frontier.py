@@ -1,6 +1,6 @@
 """Accuracy over KV memory: DiffKV's thresholds beside its baselines (DiffKV §7.2, Figs. 11, 12).
 
-    python -m experiments.papers.diffkv.fig11_frontier --model=judge
+    python -m experiments.papers.diffkv.fig11_frontier
 
 Fig. 11 shows DiffKV, uniform formats, and SnapKV and H2O at several budgets, over the memory of
 running sequences. One of DiffKV's --alpha_h and --alpha_l varies while the other keeps its first
@@ -135,7 +135,8 @@ STUDY = accuracy.study(
     f"memory, and pruned shares differ by {SPREAD:g} or more between tasks",
     holds=holds,
     here="the judge model, four tasks at 2,048 tokens",
-    differs="the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B",
+    differs="the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B, "
+    "with more thresholds",
     flags=FrontierFlags,
     values=values,
     draw=draw,

@@ -1,4 +1,4 @@
-"""Flat and hierarchical page selection over page sizes and budgets (LServe §3.5.1, Figs. 6 and 13).
+"""Flat and hierarchical page selection over page sizes and budgets (LServe §3.5.1, Fig. 6).
 
 python -m experiments.papers.lserve.fig06_page_size
 
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
+from experiments.papers.lserve.gates import DIFFERS
 from experiments.study import Values
 from paged.config import EngineConfig
 
@@ -74,12 +75,12 @@ def draw(flags: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
 STUDY = accuracy.study(
     __file__,
     systems,
-    title="Flat and hierarchical page selection (LServe Figs. 6 and 13)",
+    title="Flat and hierarchical page selection (LServe Fig. 6)",
     claim="hierarchical selection with pages of 64 is as good as flat selection with pages of 16",
     rule="at every budget at most 2 points below flat selection at 16",
     holds=lambda v: all(x >= -2 for name, x in v.items() if name.startswith("over_flat_16")),
     here="the judge model, four tasks at 2,048 tokens, budgets of a quarter and of half of them",
-    differs="the paper asks Llama-3-8B up to 256k tokens",
+    differs=DIFFERS,
     flags=PageFlags,
     values=values,
     draw=draw,

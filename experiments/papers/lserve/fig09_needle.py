@@ -18,18 +18,18 @@ from matplotlib.patches import Rectangle
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
 from experiments.lib.typed_flags import flag
-from experiments.papers.lserve.gates import BUNDLED_GATES, JUDGE_GATES, gates_of
+from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
 from experiments.study import Run, Values
 from experiments.tasks.tasks import make_prompts
 from models import load_tokenizer
 
 DEPTHS = 8  # rows of the map
 COLUMNS = 4  # of maps, side by side
-JUDGE = {"model": "judge", "contexts": (512, 1024, 2048, 4096), "num_prompts": 125}
 
 
 @dataclass(frozen=True)
 class NeedleFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(("needle",), "needle or multikey")
     contexts: tuple[int, ...] = flag((256, 512, 1024, 2048, 4096), "prompt and answer, in tokens")
     num_prompts: int = flag(80, "of each context", least=1)
     gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
@@ -130,12 +130,8 @@ def table(_: NeedleFlags, rows: Sequence[Row]) -> str:
 
 def draw(flags: NeedleFlags, figure: Figure, rows: Sequence[Row]) -> None:
     names = list(dict.fromkeys(row.system for row in rows))
-    rows_of_maps = -(-len(names) // COLUMNS)
-    columns = -(-len(names) // rows_of_maps)
-    every = figure.subplots(rows_of_maps, columns, squeeze=False).flat
-    for axes in every[len(names) :]:
-        axes.remove()
-    for axes, name in zip(every, names):
+    for i, name in enumerate(names):
+        axes = figure.add_subplot(-(-len(names) // COLUMNS), min(COLUMNS, len(names)), i + 1)
         cells = {(row.depth, row.context): row.right for row in rows if row.system == name}
         shares = np.array(
             [[cells[depth, c] for c in flags.contexts] for depth in range(DEPTHS)], float
@@ -159,14 +155,20 @@ STUDY = accuracy.study(
     rule="at most 1 point below dense, of all prompts, at every budget",
     holds=lambda v: all(x >= v["right_dense"] - 1 for name, x in v.items() if "budget" in name),
     here="the judge model, 512 to 4,096 tokens, half of the heads streaming",
-    differs="the paper asks Llama-3-8B up to 256k tokens",
+    differs=DIFFERS,
     flags=NeedleFlags,
     measure=measured(systems),
     values=values,
     draw=draw,
     table=table,
     quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024), "budgets": (256,)},
-    full=JUDGE | {"gates": JUDGE_GATES, "budgets": (256,)},
+    full={
+        "model": "judge",
+        "gates": JUDGE_GATES,
+        "contexts": (512, 1024, 2048, 4096),
+        "num_prompts": 125,
+        "budgets": (256,),
+    },
     minutes=(0.8, 35),
 )
 

@@ -119,11 +119,17 @@ def test_maps_have_flat_pages_at_equal_budgets_and_at_budgets_that_grow_with_the
     }
 
 
-@pytest.mark.parametrize(("ours", "holds"), [(98, True), (97, False)])
-def test_hierarchical_pages_may_lose_two_points_to_small_flat_ones(ours, holds):
-    flags = paging.PagingFlags(**FLAGS | {"tasks": ("multikey",)}, budgets=(256,))
-    right = dict.fromkeys(paging.systems(flags), 50.0)
-    right |= {"flat, 16, budget 256": 100.0, "hierarchical, 64, budget 256": float(ours)}
+@pytest.mark.parametrize(
+    ("right_of_ours", "right_of_large", "holds"),
+    [(98, 97, True), (97, 97, False), (98, 98, False)],
+)
+def test_hierarchical_pages_may_lose_two_points_to_small_flat_ones_and_large_ones_must_lose_more(
+    right_of_ours, right_of_large, holds
+):
+    flags = paging.PagingFlags(**FLAGS | {"tasks": ("multikey",)}, budgets=(256, 1024))
+    right = {name: float(right_of_large) for name in paging.systems(flags)}
+    right |= {f"flat, 16, budget {budget}": 100.0 for budget in flags.budgets}
+    right |= {f"hierarchical, 64, budget {b}": float(right_of_ours) for b in flags.budgets}
     rows = [
         needle.Row(name, 256, depth, 4, percent)
         for name, percent in right.items()
@@ -131,11 +137,12 @@ def test_hierarchical_pages_may_lose_two_points_to_small_flat_ones(ours, holds):
     ]
     figure = Figure()
     paging.draw(flags, figure, rows)
-    assert len(figure.axes) == len(right)
+    assert len(figure.axes) == 7  # of the first budget
     report = paging.STUDY.report(flags, rows)
     assert report["holds"] is holds
     numbers = numbers_of(report)
-    assert numbers["flat_64_loses_at_256"] == numbers["flat_64_with_1024_loses_at_256"] == 50
+    assert numbers["right_flat_64_at_1024"] == right_of_large
+    assert numbers["over_flat_16_at_256_flat_64_at_1024"] == right_of_large - 100
 
 
 def test_where_no_needle_was_asked_for_the_map_says_so():
