@@ -53,6 +53,10 @@ JUDGE = {
     "model": "judge", "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,),
     "num_prompts": 125,
 }  # fmt: skip
+# The same for long answers: chains of 24 statements, 340 tokens in all.
+LONG_CHAINS = {
+    "model": "judge", "tasks": ("cot_long",), "contexts": (1024,), "num_prompts": 500,
+}  # fmt: skip
 # (flags, rows) -> pairs (system, reference) to compare besides the pairs with the first system.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 

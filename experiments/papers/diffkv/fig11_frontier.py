@@ -1,6 +1,6 @@
 """Accuracy over KV memory: DiffKV's thresholds beside its baselines (DiffKV §7.2, Figs. 11, 12).
 
-    python -m experiments.papers.diffkv.fig11_frontier --model=judge
+    python -m experiments.papers.diffkv.fig11_frontier
 
 Fig. 11 shows DiffKV, uniform formats, and SnapKV and H2O at several budgets, over the memory of
 running sequences. One of DiffKV's --alpha_h and --alpha_l varies while the other keeps its first
@@ -134,8 +134,9 @@ STUDY = accuracy.study(
     rule=f"no baseline more than {SLACK:g} point above DiffKV's best point that takes no more "
     f"memory, and pruned shares differ by {SPREAD:g} or more between tasks",
     holds=holds,
-    here="the bundled model, five tasks at 2,048 tokens",
-    differs="the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B",
+    here="the judge model, four tasks at 2,048 tokens",
+    differs="the paper asks GSM8K, HumanEval+ and others of Llama3-8B, 70B, Qwen2.5 and QwQ-32B, "
+    "with more thresholds",
     flags=FrontierFlags,
     values=values,
     draw=draw,
@@ -143,7 +144,9 @@ STUDY = accuracy.study(
         "tasks": ("multikey", "chain", "values", "cot"), "alpha_h": (1.0, 3.0),
         "alpha_l": (0.02, 0.1), "formats": ("K4V4",), "budgets": (0.5,),
     },
-    minutes=(1.5, 150),
+    full=accuracy.JUDGE
+    | {"alpha_h": (1.0, 0.0, 3.0, 5.0), "alpha_l": (0.02, 0.0, 0.06, 0.1)},
+    minutes=(1.5, 250),
     size=(13, 4.5),
 )  # fmt: skip
 

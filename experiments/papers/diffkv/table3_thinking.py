@@ -1,10 +1,10 @@
 """Long chains of thought with DiffKV and its baselines (DiffKV §7.2, Table 3).
 
-    python -m experiments.papers.diffkv.table3_thinking --model=judge
+    python -m experiments.papers.diffkv.table3_thinking
     python -m experiments.papers.diffkv.table3_thinking --model=FOLDER --problems=math.jsonl \\
         --match=contains --contexts=32768
 
-Every answer is a chain of 24 to 40 statements, each computed from earlier statements, so that
+Every answer is a chain of 24 statements or more, each computed from earlier statements, so that
 errors of compressed tokens propagate to later tokens. For a reasoning model --problems accepts
 MATH, GPQA or AIME.
 """
@@ -54,7 +54,7 @@ def values(_: ThinkingFlags, rows: Sequence[Row]) -> Values:
 
 def holds(found: Mapping[str, float]) -> bool:
     others = [found[f"difference_{name}"] for name in ("int4", "kivi", "quest", "snapkv")]
-    return found["difference_low_diffkv"] >= GOAL and found["difference_diffkv"] >= max(others)
+    return found["difference_low_diffkv"] >= GOAL > max(others)
 
 
 STUDY = accuracy.study(
@@ -62,11 +62,11 @@ STUDY = accuracy.study(
     thinking,
     title="Long chains of thought (DiffKV Table 3)",
     claim="where models reason at length DiffKV answers as 16 bits do, and its baselines do not",
-    rule=f"lower bound of DiffKV's paired difference at least {GOAL:g} points, and no baseline is "
-    "better",
+    rule=f"lower bound of DiffKV's paired difference at least {GOAL:g} points, and every "
+    f"baseline's difference below {GOAL:g} points",
     holds=holds,
-    here="the bundled model, chains of 24 to 40 statements at 2,048 tokens, alpha_h 1, alpha_l 0; "
-    "SnapKV and Quest at 50 %",
+    here="the judge model, chains of 24 statements at 1,024 tokens, alpha_h 1, alpha_l 0; SnapKV "
+    "and Quest at 50 %",
     differs="the paper asks MATH, GPQA and AIME24 of QwQ-32B and two R1-Distill models",
     flags=ThinkingFlags,
     values=values,
@@ -75,7 +75,8 @@ STUDY = accuracy.study(
     draw=benchmarks.draw,
     quick=accuracy.QUICK
     | {"num_prompts": 1, "tasks": ("cot_long", "cot_32"), "quest_budget": 256},
-    minutes=(2, 120),
+    full=accuracy.LONG_CHAINS | {"quest_budget": 512},
+    minutes=(2, 70),
     needs=benchmarks.NEEDS,
     command=f"python -m experiments.papers.diffkv.table3_thinking --model={MODEL} --dtype=bfloat16 "
     "--problems=math.jsonl,gpqa.jsonl,aime24.jsonl --match=contains --contexts=32768 "

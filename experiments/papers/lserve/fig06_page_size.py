@@ -1,4 +1,4 @@
-"""Flat and hierarchical page selection over page sizes and budgets (LServe §3.5.1, Figs. 6 and 13).
+"""Flat and hierarchical page selection over page sizes and budgets (LServe §3.5.1, Fig. 6).
 
 python -m experiments.papers.lserve.fig06_page_size
 
@@ -9,20 +9,22 @@ tokens. With logical pages of one token, a page's score is exact: the largest pr
 KV head's queries and any of the page's keys.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
+from experiments.papers.lserve.gates import DIFFERS
 from experiments.study import Values
+from paged.config import EngineConfig
 
 TASKS = ("multikey", "values", "cot", "cot_32")
-PAGES = {"flat, 16": (16, 16), "flat, 64": (64, 64), "hierarchical, 64": (64, 16)}
-WITH_EXACT = PAGES | {"exact, 64": (64, 1)}
+# Name: (tokens of a page, of a logical page).
+PAGES = {"flat, 16": (16, 16), "flat, 64": (64, 64), "hierarchical, 64": (64, 16),
+         "exact, 64": (64, 1)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,18 @@ def label(pages: str, budget: int) -> str:
     return f"{pages}, budget {budget}"
 
 
-def systems(flags: Any, kinds: Mapping[str, tuple[int, int]] = PAGES) -> accuracy.Systems:
-    """The dense model, and each kind of pages at each budget.
+def config(flags: AccuracyFlags, page: int, logical: int, budget: int) -> EngineConfig:
+    """Pages of `page` tokens, scored by their logical pages; a token reads `budget` tokens."""
+    chosen = {"budget": budget, "logical_page": logical, "reuse": 1}
+    return accuracy.config_of(flags, policy="lserve", page_size=page, policy_options=chosen)
 
-    flags: flags with budgets.
-    kinds: name -> (tokens of a page, of a logical page).
-    """
+
+def systems(flags: PageFlags) -> accuracy.Systems:
     found = {"dense": accuracy.config_of(flags)}
     for budget in flags.budgets:
-        for name, (page, logical) in kinds.items():
-            found[label(name, budget)] = accuracy.config_of(
-                flags, policy="lserve", page_size=page,
-                policy_options={"budget": budget, "logical_page": logical, "reuse": 1},
-            )  # fmt: skip
+        for name, (page, logical) in PAGES.items():
+            found[label(name, budget)] = config(flags, page, logical, budget)
     return found
-
-
-def make_systems(flags: PageFlags) -> accuracy.Systems:
-    return systems(flags, WITH_EXACT)
 
 
 def values(flags: PageFlags, rows: Sequence[Row]) -> Values:
@@ -62,7 +58,7 @@ def values(flags: PageFlags, rows: Sequence[Row]) -> Values:
     whole, numbers = accuracy.pooled(rows), {}
     for budget in flags.budgets:
         flat16, flat64, hierarchical, exact = (
-            whole[label(name, budget)].difference for name in WITH_EXACT
+            whole[label(name, budget)].difference for name in PAGES
         )
         numbers[f"over_flat_64_at_{budget}"] = hierarchical - flat64
         numbers[f"over_flat_16_at_{budget}"] = hierarchical - flat16
@@ -72,19 +68,19 @@ def values(flags: PageFlags, rows: Sequence[Row]) -> Values:
 
 def draw(flags: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
     whole = accuracy.pooled(rows)
-    lines = {name: {b: whole[label(name, b)] for b in flags.budgets} for name in WITH_EXACT}
+    lines = {name: {b: whole[label(name, b)] for b in flags.budgets} for name in PAGES}
     accuracy.draw_measures(figure, lines, "budget (tokens)", "selection, page")
 
 
 STUDY = accuracy.study(
     __file__,
-    make_systems,
-    title="Flat and hierarchical page selection (LServe Figs. 6 and 13)",
+    systems,
+    title="Flat and hierarchical page selection (LServe Fig. 6)",
     claim="hierarchical selection with pages of 64 is as good as flat selection with pages of 16",
     rule="at every budget at most 2 points below flat selection at 16",
     holds=lambda v: all(x >= -2 for name, x in v.items() if name.startswith("over_flat_16")),
     here="the judge model, four tasks at 2,048 tokens, budgets of a quarter and of half of them",
-    differs="the paper asks Llama-3-8B up to 256k tokens",
+    differs=DIFFERS,
     flags=PageFlags,
     values=values,
     draw=draw,

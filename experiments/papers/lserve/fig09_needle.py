@@ -2,7 +2,8 @@
 
 python -m experiments.papers.lserve.fig09_needle
 
-One record lies somewhere in stories, and the question asks for its five digits. The systems are the
+One record lies somewhere in stories, and the question asks for its five digits. With
+--tasks=multikey many records lie there, and the question names one of them. The systems are the
 dense model, and LServe with half of the KV heads streaming at each of --budgets.
 """
 
@@ -17,16 +18,18 @@ from matplotlib.patches import Rectangle
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
 from experiments.lib.typed_flags import flag
-from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, gates_of
+from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
 from experiments.study import Run, Values
 from experiments.tasks.tasks import make_prompts
 from models import load_tokenizer
 
 DEPTHS = 8  # rows of the map
+COLUMNS = 4  # of maps, side by side
 
 
 @dataclass(frozen=True)
 class NeedleFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(("needle",), "needle or multikey")
     contexts: tuple[int, ...] = flag((256, 512, 1024, 2048, 4096), "prompt and answer, in tokens")
     num_prompts: int = flag(80, "of each context", least=1)
     gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
@@ -37,8 +40,8 @@ class NeedleFlags(AccuracyFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.tasks != ("needle",):
-            raise ValueError("--tasks must be needle: others have no single depth")
+        if self.tasks not in (("needle",), ("multikey",)):
+            raise ValueError("--tasks must be needle or multikey: others have no single depth")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def systems(flags: NeedleFlags) -> accuracy.Systems:
 def depths(flags: NeedleFlags, length: int) -> np.ndarray:
     """The position [n] of each prompt's record, as a share of the prompt."""
     prompts = make_prompts(
-        "needle", length, flags.num_prompts, flags.seed, load_tokenizer(flags.model)
+        flags.tasks[0], length, flags.num_prompts, flags.seed, load_tokenizer(flags.model)
     )
     records = ["#" + p.prompt.rpartition("?")[2] + p.answer for p in prompts]
     return np.array(
@@ -127,7 +130,8 @@ def table(_: NeedleFlags, rows: Sequence[Row]) -> str:
 
 def draw(flags: NeedleFlags, figure: Figure, rows: Sequence[Row]) -> None:
     names = list(dict.fromkeys(row.system for row in rows))
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
+    for i, name in enumerate(names):
+        axes = figure.add_subplot(-(-len(names) // COLUMNS), min(COLUMNS, len(names)), i + 1)
         cells = {(row.depth, row.context): row.right for row in rows if row.system == name}
         shares = np.array(
             [[cells[depth, c] for c in flags.contexts] for depth in range(DEPTHS)], float
@@ -150,7 +154,7 @@ STUDY = accuracy.study(
     claim="LServe finds the needle at all lengths and depths where the dense model does",
     rule="at most 1 point below dense, of all prompts, at every budget",
     holds=lambda v: all(x >= v["right_dense"] - 1 for name, x in v.items() if "budget" in name),
-    here="the bundled model, 256 to 4,096 tokens, half of the heads streaming",
+    here="the judge model, 512 to 4,096 tokens, half of the heads streaming",
     differs=DIFFERS,
     flags=NeedleFlags,
     measure=measured(systems),
@@ -158,7 +162,14 @@ STUDY = accuracy.study(
     draw=draw,
     table=table,
     quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024), "budgets": (256,)},
-    minutes=(0.8, 30),
+    full={
+        "model": "judge",
+        "gates": JUDGE_GATES,
+        "contexts": (512, 1024, 2048, 4096),
+        "num_prompts": 125,
+        "budgets": (256,),
+    },
+    minutes=(0.8, 35),
 )
 
 if __name__ == "__main__":

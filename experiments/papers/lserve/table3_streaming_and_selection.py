@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import PAGE_SIZE, AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
-from experiments.papers.lserve.gates import BUNDLED_GATES, JUDGE_GATES, gates_of
+from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
 from experiments.study import Values
 from paged.kv_cache.lserve.options import MIN_SELECTED
 
@@ -138,7 +138,7 @@ STUDY = accuracy.study(
     rule="at 50 % and half of the longest context: lower bound above -2 points",
     holds=lambda v: v["difference_low"] > GOAL,
     here="the judge model, four tasks at 2,048 tokens",
-    differs="the paper asks Llama-3-8B up to 256k tokens",
+    differs=DIFFERS,
     flags=FrontierFlags,
     values=values,
     draw=draw,

@@ -13,11 +13,22 @@ from experiments.lib import kv_held
 from experiments.lib.answers import ALL
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.program import Refused
-from experiments.papers.diffkv import equal_bytes, equal_bytes_by_context, fig11_frontier
+from experiments.papers.diffkv import (
+    equal_bytes,
+    equal_bytes_by_context,
+    fig11_frontier,
+    systems,
+    table3_thinking,
+)
 from experiments.papers.diffkv import fig08_key_value_formats as key_value_formats
 from experiments.papers.diffkv import fig09_dynamic_sparsity as dynamic_sparsity
 from experiments.papers.diffkv import fig10_thresholds as thresholds
 from experiments.papers.diffkv import table1_accuracy_memory as accuracy_memory
+from experiments.papers.diffkv.comparison import of_alpha
+from experiments.papers.lserve import fig09_needle as needle
+from experiments.papers.lserve import fig13_hierarchical_paging as paging
+from experiments.papers.lserve import table4_long_chains
+from experiments.study import Run
 from models import checkpoint
 from paged.requests.sampling_params import SamplingParams
 from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows_of
@@ -118,9 +129,21 @@ def test_every_dynamic_budget_needs_a_static_one_of_no_less_memory():
 
 
 @pytest.mark.parametrize("scale", ["quick", "full"])
-def test_all_systems_of_the_frontier_are_valid(scale):
-    flags = fig11_frontier.STUDY.at(scale)
-    assert len(fig11_frontier.make_systems(flags)) > len(flags.points)
+@pytest.mark.parametrize(
+    ("study", "make"),
+    [
+        (dynamic_sparsity.STUDY, dynamic_sparsity.make_systems),
+        (thresholds.STUDY, thresholds.make_systems),
+        (fig11_frontier.STUDY, fig11_frontier.make_systems),
+        (accuracy_memory.STUDY, accuracy_memory.make_systems),
+        (table3_thinking.STUDY, systems.thinking),
+        (needle.STUDY, needle.systems),
+        (paging.STUDY, paging.systems),
+        (table4_long_chains.STUDY, table4_long_chains.systems),
+    ],
+)
+def test_all_systems_of_both_scales_are_valid(study, make, scale):
+    assert len(make(study.at(scale))) > 1
 
 
 def test_calibration_is_the_papers_procedure():
@@ -132,7 +155,7 @@ def test_calibration_is_the_papers_procedure():
         found = {"16 bits": found_with([True] * 10)}
         for cell, (right, memory) in cells.items():
             one = found_with([True] * right + [False] * (10 - right), memory)
-            found[thresholds.label(cell)] = one
+            found[of_alpha(*cell)] = one
         rows = rows_of(found)
         thresholds.draw(flags, Figure(), rows)
         numbers = thresholds.values(flags, rows)
@@ -142,6 +165,26 @@ def test_calibration_is_the_papers_procedure():
     assert chosen(cells) == (2, 0)
     assert chosen(cells | {(2, 0.1): (10, 0.1)}) == (2, 0.1)
     assert chosen(cells | {(2, 0): (9, 0.3)}) == (1, 0.1)
+
+
+def test_calibration_asks_the_cells_of_two_steps_once_each(tmp_path, monkeypatch):
+    flags = thresholds.ThresholdFlags(
+        **FLAGS | {"model": "bundled"}, alphas_h=(1.0, 2.0, 3.0), alphas_l=(0.0, 0.02, 0.1)
+    )
+    first = ["16 bits", "DiffKV 1/0", "DiffKV 2/0", "DiffKV 3/0"]
+    asked: list[list[str]] = []
+
+    def answered(flags, run, make):
+        asked.append(list(make(flags)))
+        for name in asked[-1]:
+            yield name, found_with([True] * 10 if name in ("16 bits", "DiffKV 2/0") else [False])
+
+    monkeypatch.setattr(accuracy, "answered", answered)
+    rows = list(thresholds.measure(flags, Run(tmp_path, tmp_path)))
+    assert asked == [first, ["16 bits", "DiffKV 2/0", "DiffKV 2/0.02", "DiffKV 2/0.1"]]
+    assert [row.system for row in rows] == [*first, "DiffKV 2/0.02", "DiffKV 2/0.1"]
+    stored = json.loads((tmp_path / thresholds.THRESHOLDS).read_text())
+    assert (stored["alpha_h"], stored["alpha_l"]) == (2.0, 0.0)
 
 
 def test_memory_is_counted_in_whole_pages(tiny_folder):

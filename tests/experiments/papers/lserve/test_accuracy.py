@@ -11,6 +11,7 @@ from experiments import accuracy
 from experiments.lib.program import Refused
 from experiments.papers.lserve import fig06_page_size as page_size
 from experiments.papers.lserve import fig09_needle as needle
+from experiments.papers.lserve import fig13_hierarchical_paging as paging
 from experiments.papers.lserve import formats
 from experiments.papers.lserve import table3_streaming_and_selection as frontier
 from experiments.papers.lserve import table6_reuse as reuse
@@ -39,7 +40,7 @@ def test_systems_differ_in_what_their_names_say(gates):
     assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (192, 0.5, 0.9)
     turned = found["gates turned around"].policy_options
     assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 192
-    pages = page_size.make_systems(page_size.PageFlags(**FLAGS, budgets=(192,)))
+    pages = page_size.systems(page_size.PageFlags(**FLAGS, budgets=(192,)))
     assert [config.page_size for config in pages.values()] == [64, 16, 64, 64, 64]
     logical = [config.policy_options.logical_page for config in list(pages.values())[1:]]
     assert logical == [16, 64, 16, 1]
@@ -92,8 +93,9 @@ def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
     assert numbers["holding_points"] == 0
 
 
-def test_depths_of_needles():
-    flags = needle.NeedleFlags(**FLAGS | {"tasks": ("needle",), "num_prompts": 24})
+@pytest.mark.parametrize("task", ["needle", "multikey"])
+def test_depths_of_needles(task):
+    flags = needle.NeedleFlags(**FLAGS | {"tasks": (task,), "num_prompts": 24})
     depths = needle.depths(flags, 256)
     assert (depths >= 0).all() and (depths < 1).all() and np.ptp(depths) > 0.5
     rows = list(needle.rows_of("dense", 256, depths, (depths < 0.5).astype(float)))
@@ -101,6 +103,48 @@ def test_depths_of_needles():
     assert {row.right for row in rows[:half]} <= {100, None}
     assert {row.right for row in rows[half:]} <= {0, None}
     assert sum(row.prompts for row in rows) == 24
+
+
+def test_maps_have_flat_pages_at_equal_budgets_and_at_budgets_that_grow_with_the_page():
+    found = paging.systems(paging.PagingFlags(**FLAGS | {"tasks": ("multikey",)}, budgets=(256,)))
+    assert {
+        name: (config.page_size, config.policy_options.logical_page, config.policy_options.budget)
+        for name, config in found.items()
+        if name != "dense"
+    } == {
+        "flat, 16, budget 256": (16, 16, 256),
+        "flat, 32, budget 256": (32, 32, 256),
+        "flat, 64, budget 256": (64, 64, 256),
+        "flat, 32, budget 512": (32, 32, 512),
+        "flat, 64, budget 1024": (64, 64, 1024),
+        "hierarchical, 64, budget 256": (64, 16, 256),
+    }
+
+
+@pytest.mark.parametrize(
+    ("right_of_ours", "right_of_large", "holds"),
+    [(98, 97, True), (97, 97, False), (98, 98, False)],
+)
+def test_hierarchical_pages_may_lose_two_points_to_small_flat_ones_and_large_ones_must_lose_more(
+    right_of_ours, right_of_large, holds
+):
+    flags = paging.PagingFlags(**FLAGS | {"tasks": ("multikey",)}, budgets=(256, 1024))
+    right = {name: float(right_of_large) for name in paging.systems(flags)}
+    right |= {f"flat, 16, budget {budget}": 100.0 for budget in flags.budgets}
+    right |= {f"hierarchical, 64, budget {b}": float(right_of_ours) for b in flags.budgets}
+    rows = [
+        needle.Row(name, 256, depth, 4, percent)
+        for name, percent in right.items()
+        for depth in range(needle.DEPTHS)
+    ]
+    figure = Figure()
+    paging.draw(flags, figure, rows)
+    assert len(figure.axes) == 7  # of the first budget
+    report = paging.STUDY.report(flags, rows)
+    assert report["holds"] is holds
+    numbers = numbers_of(report)
+    assert numbers["right_flat_64_at_1024"] == right_of_large
+    assert numbers["over_flat_16_at_256_flat_64_at_1024"] == right_of_large - 100
 
 
 def test_where_no_needle_was_asked_for_the_map_says_so():
