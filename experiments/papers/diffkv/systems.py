@@ -13,7 +13,8 @@ from models import checkpoint
 from paged.config import EngineConfig
 
 REFERENCE = "16 bits"
-FP16, DIFFKV, INT4, KIVI, QUEST, SNAPKV = "FP16", "DiffKV", "INT4", "KIVI", "Quest", "SnapKV"
+FP16, DIFFKV, INT4, KIVI, QAQ = "FP16", "DiffKV", "INT4", "KIVI", "QAQ"
+QUEST, SNAPKV = "Quest", "SnapKV"
 KIVI_GROUP = 32  # channels of a value, or tokens of a key's channel, that share a scale
 PAGE_SIZE = 16  # tokens of high precision in a page
 BUDGETED = {
@@ -97,6 +98,15 @@ def kivi(flags: AccuracyFlags) -> EngineConfig:
         "window": 128, "key_group": KIVI_GROUP, "groups": groups,
     }  # fmt: skip
     return _config(flags, policy="diffkv", policy_options=chosen, page_size=12)
+
+
+def qaq(flags: AccuracyFlags) -> EngineConfig:
+    """The configuration of configs/qaq.flags."""
+    chosen: dict[str, Any] = {
+        "top": "K8V8", "high": "K4V4", "low": "K2V2", "alpha_top": 5.0, "alpha_h": 1.0,
+        "alpha_l": 0.0, "outliers": 1,
+    }  # fmt: skip
+    return _config(flags, policy="diffkv", policy_options=chosen, page_size=8)
 
 
 def long_context(flags: DiffKVFlags) -> accuracy.Systems:

@@ -7,7 +7,9 @@ A model answers the same prompts with each system:
     16 bits       all keys and values in 16 bits
     DiffKV        each of --alphas
     three levels  16 bits, K8V4 and K4V2, at each of --three_levels
-    INT4          all keys and values in 4 bits
+    INT8, INT4    all keys and values in 8 or 4 bits
+    KIVI          2 bits, keys by channel; the last 128 tokens in 16 bits
+    QAQ           8, 4 or 2 bits by significance, and outliers in 16 bits
     H2O, SnapKV   each of --budgets
     DuoAttention  --duo_share of the heads stream, chosen by --gates; not run without --gates
     Quest         all tokens are kept, with statistics; a query reads --quest_budget tokens
@@ -36,13 +38,13 @@ from experiments.papers.diffkv.comparison import (
     of_alpha,
     of_budget,
 )
-from experiments.papers.diffkv.systems import BUDGETED, REFERENCE
+from experiments.papers.diffkv.systems import BUDGETED, KIVI, QAQ, QUEST, REFERENCE
 from experiments.papers.lserve.gates import BUNDLED_GATES, JUDGE_GATES
 from experiments.study import Values
 
 TASKS = ("needle", "multikey", "chain", "values", "cot", "multikey_96", "values_24", "cot_32")
 GOAL, MEMORY_GOAL = -2.0, 0.40
-INT4, DUO, QUEST = "K4V4", "DuoAttention", "Quest"
+INT8, INT4, DUO = "K8V8", "K4V4", "DuoAttention"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
     found = {REFERENCE: systems.reference(flags)} | ours
     for budget in flags.budgets:
         found |= {of_budget(m, budget): systems.budgeted(flags, m, budget) for m in BUDGETED}
-    found[INT4] = systems.uniform(flags, INT4)
+    found |= {name: systems.uniform(flags, name) for name in (INT4, INT8)}
+    found |= {KIVI: systems.kivi(flags), QAQ: systems.qaq(flags)}
     for other in others:
         found |= other
     found |= {of_three(alpha): systems.three_levels(flags, alpha) for alpha in flags.triples}
@@ -117,7 +120,7 @@ def families(flags: MemoryFlags) -> dict[str, list[str]]:
     """Names of systems by family. A family is drawn as one line."""
     found = {"DiffKV": [of_alpha(*pair) for pair in flags.pairs]}
     found["three levels"] = [of_three(alpha) for alpha in flags.triples]
-    found |= {name: [name] for name in (INT4, DUO, QUEST)}
+    found |= {name: [name] for name in (INT8, INT4, KIVI, QAQ, DUO, QUEST)}
     return found | {m: [of_budget(m, budget) for budget in flags.budgets] for m in BUDGETED}
 
 
@@ -167,7 +170,7 @@ STUDY = accuracy.study(
     rule="at most 0.40 of the memory, and the lower bound of the difference above -2 points",
     holds=lambda v: v["kv_memory_fraction"] <= MEMORY_GOAL and v["difference_low"] > GOAL,
     here="the judge model, four tasks at 2,048 tokens",
-    differs="the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B; KIVI and QAQ are in equal_bytes",
+    differs="the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B",
     flags=MemoryFlags,
     compare=compare,
     values=values,

@@ -43,7 +43,7 @@ def test_systems_differ_in_what_their_names_say():
     found = accuracy_memory.make_systems(accuracy_memory.MemoryFlags(**MEMORY))
     assert list(found) == [
         "16 bits", "DiffKV 1/0", "H2O 0.3", "SnapKV 0.3", "H2O 0.5", "SnapKV 0.5", "K4V4",
-        "DiffKV 3/0.02", "three levels 5/1/0", "DuoAttention", "Quest",
+        "K8V8", "KIVI", "QAQ", "DiffKV 3/0.02", "three levels 5/1/0", "DuoAttention", "Quest",
     ]  # fmt: skip
     chosen = {name: config.policy_options for name, config in found.items()}
     assert (chosen["DiffKV 3/0.02"].alpha_h, chosen["DiffKV 3/0.02"].alpha_l) == (3, 0.02)
@@ -58,10 +58,14 @@ def test_systems_differ_in_what_their_names_say():
     assert chosen["DuoAttention"].gates and not chosen["Quest"].gates
     three = chosen["three levels 5/1/0"].levels
     assert [tuple(level)[1:] for level in three] == [("K16V16", 5), ("K8V4", 1), ("K4V2", 0)]
-    # Pages of the three levels hold 8 tokens, in about the bytes of the others' pages. All other
-    # settings are equal.
+    for name, make in (("kivi", systems.kivi), ("qaq", systems.qaq)):
+        flags = equal_bytes.BytesFlags(**FLAGS)
+        assert make(flags) == equal_bytes.config_of(flags, name)
+    # Pages of three levels hold 8 tokens, and KIVI's 12, in about the bytes of the others' pages.
+    # All other settings are equal.
     page_sizes = {name: c.page_size for name, c in found.items()}
-    assert page_sizes.pop("three levels 5/1/0") == 8 and len(set(page_sizes.values())) == 1
+    assert page_sizes.pop("three levels 5/1/0") == page_sizes.pop("QAQ") == 8
+    assert page_sizes.pop("KIVI") == 12 and len(set(page_sizes.values())) == 1
     assert len({(c.max_num_seqs, c.max_model_len) for c in found.values()}) == 1
 
 
