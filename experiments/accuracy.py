@@ -209,8 +209,9 @@ def answered[F: AccuracyFlags](
     problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
     how = flags.dtype, flags.seed, flags.attention_implementation, flags.match, flags.pad_steps
     for i, (name, config) in enumerate(systems.items(), start=1):
+        made = made_by | kept_answers.outside(config.policy)
         paths = {
-            key: kept_answers.path_of(run.shared, name, [config, how, made_by, key, asked])
+            key: kept_answers.path_of(run.shared, name, [config, how, made, key, asked])
             for key, asked in problems.items()
         }
         kept = {key: kept_answers.read(path) for key, path in paths.items()}

@@ -8,6 +8,8 @@ systems to equal prompts.
 """
 
 import hashlib
+import importlib
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from experiments.lib.kv_held import Held
 from experiments.lib.sources import code_hash
 from models import checkpoint
 from models.hub import TOKENIZER_FILES, find
+from paged.kv_cache import POLICIES
 
 # The sources that make prompts, generate answers and score them.
 SOURCES = (
@@ -49,6 +52,15 @@ def made_by(model: str) -> dict[str, Any]:
         "versions": run_record.describe_environment()["versions"],
         "weights": checkpoint.weights_hash(model), "files": checkpoint.files_hash(files),
     }  # fmt: skip
+
+
+def outside(policy: str) -> dict[str, str]:
+    """A hash of the code of a policy outside of this repository, by name; empty for others."""
+    if policy in POLICIES:
+        return {}
+    file = Path(inspect.getfile(importlib.import_module(policy.partition(":")[0])))
+    files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
+    return {"policy": code_hash(files)}
 
 
 def path_of(output_dir: str | Path, name: str, asked: Any) -> Path:

@@ -9,24 +9,18 @@ selection over mixed precision is compared with the two policies that it combine
 LServe.
 """
 
-import ast
-import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
-from experiments.lib.shipped import ROOT
 from experiments.lib.typed_flags import flag
+from experiments.papers.diffkv import systems
 from experiments.study import Values
-from models import checkpoint
-from models.hub import find
 from paged.config import EngineConfig
-from paged.kv_cache import policy_of
 
 TASKS = ("needle", "multikey", "values", "chain", "cot", "cot_32")
 SELECTED, PARENTS = "diffkv_selected", ("diffkv", "lserve")
@@ -47,8 +41,6 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 SYSTEMS |= {n: ("diffkv", n) for n in ("kv_int8", "kv_int4", "h2o", "snapkv", "kivi", "qaq")}
-# Flags in flag files that the study's own flags replace.
-_OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
 
 
 @dataclass(frozen=True)
@@ -62,39 +54,11 @@ class BytesFlags(AccuracyFlags):
 
 
 def config_of(flags: AccuracyFlags, name: str) -> EngineConfig:
-    """The configuration of a system of SYSTEMS. Prompts are prefilled whole. Raises ValueError for
-    an unknown name, and for gates that the model lacks."""
+    """The configuration of a system of SYSTEMS. Raises ValueError for an unknown name, and for
+    gates that the model lacks."""
     if name not in SYSTEMS:
         raise ValueError(f"--systems must be among {', '.join(SYSTEMS)}, not {name!r}")
-    given = accuracy.whole_prompts(flags)
-    given |= {key: value for key, value in _given(name).items() if key not in _OF_SIZE}
-    policy = policy_of(given.get("policy", VLLM))
-    weights_hash = functools.partial(checkpoint.weights_hash, flags.model)
-    options: dict[str, Any] = {}
-    for field in fields(policy.options):
-        value = given.pop(f"{given.get('policy', VLLM)}_{field.name}", None)
-        if value is not None and (read := field.metadata.get("read")):
-            value = read(str(find(flags.model) / value.rpartition("/")[2]), weights_hash)
-        if value is not None:
-            options[field.name] = value
-    return accuracy.config_of(flags, **given, policy_options=options)
-
-
-def _given(name: str) -> dict[str, Any]:
-    """Values of a system's flags, by flag name. The last of several flags of a name counts."""
-    lines: list[str] = []
-    for each in SYSTEMS[name]:
-        is_file = not each.startswith("--")
-        text = (ROOT / f"configs/{each}.flags").read_text("utf-8") if is_file else each
-        lines += [line for line in text.splitlines() if line.startswith("--")]
-    return {key: _value(text) for key, _, text in (line[2:].partition("=") for line in lines)}
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    return systems.of_flags(flags, SYSTEMS[name])
 
 
 def make_systems(flags: BytesFlags) -> accuracy.Systems:

@@ -1,22 +1,30 @@
 """Engine configurations of DiffKV's studies (§7.2): the 16-bit reference, DiffKV and its baselines,
 also for the tables on public benchmarks, whose model and problems the user supplies."""
 
+import ast
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
+from experiments.lib.shipped import ROOT
 from experiments.lib.typed_flags import flag
 from experiments.papers.lserve.gates import gates_of
 from models import checkpoint
+from models.hub import find
 from paged.config import EngineConfig
+from paged.kv_cache import policy_of
 
 REFERENCE = "16 bits"
 FP16, DIFFKV, INT4, KIVI, QAQ = "FP16", "DiffKV", "INT4", "KIVI", "QAQ"
 QUEST, SNAPKV = "Quest", "SnapKV"
 KIVI_GROUP = 32  # channels of a value, or tokens of a key's channel, that share a scale
 PAGE_SIZE = 16  # tokens of high precision in a page
+# Flags that a study's own flags replace.
+OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
 BUDGETED = {
     "H2O": {"prompt_rule": "h2o", "generation_rule": "h2o"},
     "SnapKV": {"prompt_rule": "snapkv", "generation_rule": "keep"},
@@ -101,12 +109,58 @@ def kivi(flags: AccuracyFlags) -> EngineConfig:
 
 
 def qaq(flags: AccuracyFlags) -> EngineConfig:
-    """The configuration of configs/qaq.flags."""
-    chosen: dict[str, Any] = {
-        "top": "K8V8", "high": "K4V4", "low": "K2V2", "alpha_top": 5.0, "alpha_h": 1.0,
-        "alpha_l": 0.0, "outliers": 1,
-    }  # fmt: skip
-    return _config(flags, policy="diffkv", policy_options=chosen, page_size=8)
+    return of_flags(flags, ("diffkv", "qaq"))
+
+
+def of_flags(flags: AccuracyFlags, given: Sequence[str]) -> EngineConfig:
+    """The configuration of an engine that flags define. Prompts are prefilled whole.
+
+    given: names of flag files of configs/, paths of other flag files (*.flags), and flags
+        (--name=value). The last of several values of a flag counts. OF_SIZE and the model are the
+        study's. Gate files are read from the model's folder.
+
+    Raises ValueError for a file that cannot be read, for a flag that is no field of EngineConfig
+    and no option of the policy, for an invalid value, and for gates that the model lacks.
+    """
+    chosen = {name: value for name, value in _values(given).items() if name not in OF_SIZE}
+    policy_name = chosen.get("policy", EngineConfig.policy)
+    policy = policy_of(policy_name)
+    weights_hash = functools.partial(checkpoint.weights_hash, flags.model)
+    options: dict[str, Any] = chosen.pop("policy_options", {})
+    for field in fields(policy.options):
+        value = chosen.pop(f"{policy_name}_{field.name}", None)
+        if value is not None and (read := field.metadata.get("read")):
+            value = read(str(find(flags.model) / value.rpartition("/")[2]), weights_hash)
+        if value is not None:
+            options[field.name] = value
+    if unknown := chosen.keys() - {field.name for field in fields(EngineConfig)}:
+        raise ValueError(f"--{min(unknown)} in {', '.join(given)} is no flag of an engine")
+    return accuracy.config_of(
+        flags, **accuracy.whole_prompts(flags) | chosen, policy_options=options
+    )
+
+
+def _values(given: Sequence[str]) -> dict[str, Any]:
+    """Values of flags by name."""
+    lines: list[str] = []
+    for each in given:
+        if each.startswith("--"):
+            lines.append(each)
+            continue
+        path = Path(each) if each.endswith(".flags") else ROOT / f"configs/{each}.flags"
+        try:
+            lines += path.read_text("utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"flag file {path}: {error}") from error
+    pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
+    return {name: _value(text) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def long_context(flags: DiffKVFlags) -> accuracy.Systems:

@@ -13,6 +13,7 @@ A model answers the same prompts with each system:
     H2O, SnapKV   each of --budgets
     DuoAttention  --duo_share of the heads stream, chosen by --gates; not run without --gates
     Quest         all tokens are kept, with statistics; a query reads --quest_budget tokens
+    others        each flag file of --others, such as that of a policy outside of this repository
 
 Memory is measured while sequences run. `kv_memory_fraction` is the size of the pages, with scales
 and statistics, over 16-bit pages. The first of --alphas decides the claim. It is compared with H2O
@@ -22,6 +23,7 @@ system of --alphas that takes at most INT4's memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -62,6 +64,7 @@ class MemoryFlags(AccuracyFlags):
     duo_share: float = flag(0.5, "of the KV heads that stream in DuoAttention", least=0, most=1)
     gates: str = flag(BUNDLED_GATES, "DuoAttention's; '' for no such", path=True)
     quest_budget: int = flag(1024, "tokens; 0 leaves Quest out", least=0)
+    others: tuple[str, ...] = flag((), "flag files (*.flags) of further systems", none=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -113,7 +116,7 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
         found[DUO] = systems.duo_attention(flags, flags.gates, flags.duo_share)
     if flags.quest_budget:
         found[QUEST] = systems.quest(flags, flags.quest_budget)
-    return found
+    return found | {Path(each).stem: systems.of_flags(flags, (each,)) for each in flags.others}
 
 
 def families(flags: MemoryFlags) -> dict[str, list[str]]:
@@ -121,7 +124,8 @@ def families(flags: MemoryFlags) -> dict[str, list[str]]:
     found = {"DiffKV": [of_alpha(*pair) for pair in flags.pairs]}
     found["three levels"] = [of_three(alpha) for alpha in flags.triples]
     found |= {name: [name] for name in (INT8, INT4, KIVI, QAQ, DUO, QUEST)}
-    return found | {m: [of_budget(m, budget) for budget in flags.budgets] for m in BUDGETED}
+    found |= {m: [of_budget(m, budget) for budget in flags.budgets] for m in BUDGETED}
+    return found | {name: [name] for name in (Path(each).stem for each in flags.others)}
 
 
 def compare(flags: MemoryFlags, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -5,14 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.lib import kv_held
+from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.program import Refused
+from experiments.lib.shipped import ROOT
 from experiments.papers.diffkv import (
     equal_bytes,
     equal_bytes_by_context,
@@ -30,8 +32,10 @@ from experiments.papers.lserve import fig13_hierarchical_paging as paging
 from experiments.papers.lserve import table4_long_chains
 from experiments.study import Run
 from models import checkpoint
+from paged.kv_cache.policy import ShardedModel
 from paged.requests.sampling_params import SamplingParams
 from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows_of
+from tests.paged.kv_cache import tova
 
 MEMORY: dict[str, Any] = FLAGS | {
     "alphas": ("1/0", "3/0.02"), "budgets": (0.3, 0.5),
@@ -58,9 +62,8 @@ def test_systems_differ_in_what_their_names_say():
     assert chosen["DuoAttention"].gates and not chosen["Quest"].gates
     three = chosen["three levels 5/1/0"].levels
     assert [tuple(level)[1:] for level in three] == [("K16V16", 5), ("K8V4", 1), ("K4V2", 0)]
-    for name, make in (("kivi", systems.kivi), ("qaq", systems.qaq)):
-        flags = equal_bytes.BytesFlags(**FLAGS)
-        assert make(flags) == equal_bytes.config_of(flags, name)
+    flags = equal_bytes.BytesFlags(**FLAGS)
+    assert systems.kivi(flags) == equal_bytes.config_of(flags, "kivi")
     # Pages of three levels hold 8 tokens, and KIVI's 12, in about the bytes of the others' pages.
     # All other settings are equal.
     page_sizes = {name: c.page_size for name, c in found.items()}
@@ -273,6 +276,40 @@ def test_each_length_has_values_of_its_own():
     assert numbers["held_diffkv_512"] == 0.3 and numbers["held_vllm_512"] == 1.0
     assert numbers["right_diffkv"] == 50
     equal_bytes_by_context.draw(flags, Figure(), rows)
+
+
+def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests/paged/kv_cache"))
+    file = tmp_path / "mine.flags"
+    text = (ROOT / "tests/paged/kv_cache/tova.flags").read_text()
+    file.write_text(text.replace("1024", "64"))
+    flags = accuracy_memory.MemoryFlags(**MEMORY, others=(str(file),))
+    mine = accuracy_memory.make_systems(flags)["mine"]
+    assert (mine.policy, mine.policy_options.budget) == ("tova:TOVA", 64)
+    assert accuracy_memory.families(flags)["mine"] == ["mine"]
+    model = checkpoint.load_config("bundled")
+    layout = tova.layout(mine, ShardedModel.split(model))
+    held, kept = layout.stored(None, np.arange(2), np.array([40, 256]))
+    token = 2 * 2 * model.head_dim * model.num_kv_heads * model.num_layers
+    assert held.tolist() == [48 * token, 64 * token] and kept[:, 0].tolist() == [1, 0.25]
+    ours, others = kept_answers.outside("diffkv"), kept_answers.outside(mine.policy)
+    assert not ours and len(others["policy"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "flag file .*mine.flags: .*No such file"),
+        ("--page=16", "--page in .*mine.flags is no flag of an engine"),
+        ("--policy=tova:NONE", "policy 'tova:NONE'"),
+    ],
+)
+def test_a_bad_flag_file_is_refused_by_name(tmp_path, text, message):
+    file = tmp_path / "mine.flags"
+    if text:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        systems.of_flags(accuracy_memory.MemoryFlags(**MEMORY), (str(file),))
 
 
 def test_every_system_of_the_flag_files_is_read():

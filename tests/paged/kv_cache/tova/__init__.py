@@ -15,6 +15,7 @@ from paged.kv_cache import vllm
 from paged.kv_cache.host import Sizes
 from paged.kv_cache.policy import CacheConfig, Parts, Policy, ShardedModel
 from paged.kv_cache.shared_heads import SharedHeads
+from paged.kv_cache.vllm.layout import VLLMLayout
 
 from .device import TovaDevice
 
@@ -86,4 +87,27 @@ def device(config: CacheConfig, model: ShardedModel, implementation: str | None 
     return TovaDevice(**vars(same), budget=budget, shared=shared)
 
 
-TOVA = Policy(lambda config: PARTS, sizes, TovaHost.declare, device, check, Options)
+@dataclass(frozen=True)
+class TovaLayout(VLLMLayout):
+    """What a sequence holds and reads: at most `budget` tokens in each KV head."""
+
+    budget: int
+    page_size: int
+
+    def work(self, contexts, new_tokens, kept=None):
+        held = np.where(new_tokens == 1, np.minimum(contexts, self.budget), contexts)
+        return super().work(held, new_tokens)
+
+    def stored(self, report, slots, tokens):
+        held, heads = np.minimum(tokens, self.budget), self.heads
+        places = -(-held // self.page_size) * self.page_size * len(self.windows) * heads.K
+        kept = held / tokens
+        return places * 2 * heads.D * self.kv_itemsize, np.stack([kept, np.zeros_like(kept)], -1)
+
+
+def layout(config: CacheConfig, model: ShardedModel) -> TovaLayout:
+    same, budget = vllm.layout_of(config, model), config.policy_options.budget
+    return TovaLayout(same.heads, same.kv_itemsize, same.windows, budget, config.page_size)
+
+
+TOVA = Policy(lambda config: PARTS, sizes, TovaHost.declare, device, check, Options, layout=layout)
