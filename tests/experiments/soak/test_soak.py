@@ -121,13 +121,12 @@ def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_real_interrupts_lose_and_double_nothing(tokenizer, preemption_mode):
     config = replace(CONFIG, preemption_mode=preemption_mode)
-    users = make_users(tokenizer, config=config, interrupts=0.1)
+    users = make_users(tokenizer, config=config, interrupts=0.2)
     samples, steps, error = run(users, steps=400, drain_every=50)
     assert error is None and steps == 400
     numbers = soak.summary(users, samples, steps, error)
-    # How many interrupts fall into a step depends on the machine's load.
-    assert numbers["interrupted"] > 5 and numbers["ended_error"] > 5
-    assert numbers["compared"] > 5 and not users.asked and not users.streams
+    assert numbers["interrupted"] > 15 and numbers["ended_error"] > 15
+    assert numbers["compared"] > 15 and not users.asked and not users.streams
 
 
 def test_a_seed_repeats_a_run(tokenizer):

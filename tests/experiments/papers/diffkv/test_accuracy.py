@@ -292,6 +292,9 @@ def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch
     held, kept = layout.stored(None, np.arange(2), np.array([40, 256]))
     token = 2 * 2 * model.head_dim * model.num_kv_heads * model.num_layers
     assert held.tolist() == [48 * token, 64 * token] and kept[:, 0].tolist() == [1, 0.25]
+    twice = replace(flags, others=(str(file), str(file)))
+    with pytest.raises(ValueError, match=r"mine\.flags has the name of another system"):
+        accuracy_memory.make_systems(twice)
     ours, others = kept_answers.outside("diffkv"), kept_answers.outside(mine.policy)
     assert not ours and len(others["policy"]) == 64
 
