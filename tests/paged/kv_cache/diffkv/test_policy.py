@@ -35,6 +35,7 @@ from tests.sweeps import swept
 
 (SUITES,) = (case for case in CASES if case.name == "diffkv")
 CASE = replace(SUITES, config=SUITES.config | {"multi_step": 1})
+KIVI = {"prompt_rule": "kivi", "generation_rule": "kivi", "window": 16, "key_group": 8}
 THREE = replace(CASE, config=CASE.config | {"policy_options": DIFFKV_THREE_OPTIONS})
 
 
@@ -127,11 +128,12 @@ def test_selected_pages_that_are_kept_whole_are_lserves(bench):
     swept(
         [
             (0, 4, 4, {}),
+            (0, 4, 1, KIVI),
             (64, 4, 1, {"read_pages": 4}),
             (64, 4, 1, {}),
             (64, 4, 1, {"top": "K16V16"}),
         ],
-        2,
+        3,
     ),
 )
 def test_a_step_copies_no_pool(tiny_params, Tp, Sd, multi_step, options):
