@@ -107,6 +107,13 @@ class Asked:
         return np.asarray(found)[: self.rows]
 
 
+def attention(q_RxKxGxD, keys_SxKxD, values_SxKxD, mask_RxKxS, scale: float):
+    """[R, K, G, D] the attention of each query to the tokens of its mask."""
+    logits = jnp.einsum("rkgd,skd->rkgs", q_RxKxGxD, keys_SxKxD) * scale
+    probs = jax.nn.softmax(jnp.where(mask_RxKxS[:, :, None], logits, -jnp.inf))
+    return jnp.einsum("rkgs,skd->rkgd", probs, values_SxKxD)
+
+
 @partial(jax.jit, static_argnums=(1, 2))
 def _prefill(params, config: ModelConfig, given, tokens_T, kv_Lx2xSxKxD, state):
     """The keys and values of a prompt, written to the first T of S places, and the state of the
@@ -140,9 +147,8 @@ def _likeliest(
         )
         q = q_RxHxD.reshape(len(tokens_R), K, -1, D)
         mask = past & seen(layer, q, keys, at_R, *arrays, **dict(static))
-        logits = jnp.einsum("rkgd,skd->rkgs", q, keys) * config.attention.scale
-        probs = jax.nn.softmax(jnp.where(mask[:, :, None], logits, -jnp.inf))
-        return jnp.einsum("rkgs,skd->rkgd", probs, values).reshape(q_RxHxD.shape), cache
+        out = attention(q, keys, values, mask, config.attention.scale)
+        return out.reshape(q_RxHxD.shape), cache
 
     model = family(config)
     hidden, _ = model.forward(params, config, tokens_R, at_R, attend, None)

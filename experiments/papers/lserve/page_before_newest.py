@@ -69,11 +69,13 @@ def pages_read(scores_RxKxM, newest_R, count: int, always):
     return (jax.nn.one_hot(chosen, len(pages)).sum(2) > 0) | (pages == newest)
 
 
-def seen(layer, q_RxKxGxD, keys_SxKxD, at_R, sources_R, always, count: int):
+def seen(
+    layer, q_RxKxGxD, keys_SxKxD, at_R, sources_R, always, count: int, logical: int = LOGICAL_PAGE
+):
     """The tokens [R, K, S] of `pages_read`. sources: [R] the row whose query selects pages for the
-    row."""
-    logical = page_bounds(q_RxKxGxD[sources_R], keys_SxKxD, LOGICAL_PAGE)
-    scores = logical.reshape(*logical.shape[:2], -1, PAGE_SIZE // LOGICAL_PAGE).max(3)
+    row. logical: tokens of a logical page; with 1, scores are exact."""
+    bounds = page_bounds(q_RxKxGxD[sources_R], keys_SxKxD, logical)
+    scores = bounds.reshape(*bounds.shape[:2], -1, PAGE_SIZE // logical).max(3)
     return jnp.repeat(pages_read(scores, at_R // PAGE_SIZE, count, always), PAGE_SIZE, 2)
 
 
@@ -115,12 +117,17 @@ def check(flags: PageFlags) -> None:
         raise ValueError(f"--intervals must divide {PAGE_SIZE}, the tokens of a page")
     masked.check_distinct(intervals=flags.intervals, contexts=flags.contexts)
     for context in flags.contexts:
-        pages = min(len(each.prompt) for each in questions_of(flags, context)) // PAGE_SIZE
-        if flags.budget // PAGE_SIZE > pages:
-            raise ValueError(
-                f"prompts of --contexts={context} have {pages} whole pages of {PAGE_SIZE} tokens, "
-                f"fewer than --budget={flags.budget}"
-            )
+        check_budget(flags.budget, context, questions_of(flags, context))
+
+
+def check_budget(budget: int, context: int, questions: Sequence[masked.Question]) -> None:
+    """Raises ValueError for a prompt with fewer whole pages than the budget."""
+    pages = min(len(each.prompt) for each in questions) // PAGE_SIZE
+    if budget // PAGE_SIZE > pages:
+        raise ValueError(
+            f"prompts of {context} tokens have {pages} whole pages of {PAGE_SIZE} tokens, fewer "
+            f"than --budget={budget}"
+        )
 
 
 def measure(flags: PageFlags, run: Run) -> Iterator[Row]:
