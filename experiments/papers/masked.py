@@ -1,8 +1,8 @@
-"""A model's answers when it sees a part of its prompt, by forward passes without an engine.
+"""A model's answers when it sees a part of its context, by forward passes without an engine.
 
-A prompt passes through the model once, with causal attention. Then the right answer passes through
-it once for each mask. An answer is right if each of its tokens after the first is the likeliest
-after the right tokens before it.
+A prompt passes through the model once, with causal attention or a study's own. Then the right
+answer passes through it once for each mask. An answer is right if each of its tokens after the
+first is the likeliest after the right tokens before it.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -125,8 +125,8 @@ def check_budget(budget: int, context: int, questions: Sequence[masked.Question]
     pages = min(len(each.prompt) for each in questions) // PAGE_SIZE
     if budget // PAGE_SIZE > pages:
         raise ValueError(
-            f"prompts of {context} tokens have {pages} whole pages of {PAGE_SIZE} tokens, fewer "
-            f"than --budget={budget}"
+            f"prompts of --contexts={context} have {pages} whole pages of {PAGE_SIZE} tokens, "
+            f"fewer than --budget={budget}"
         )
 
 

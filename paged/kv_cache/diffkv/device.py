@@ -307,7 +307,8 @@ class DiffKVDevice:
             schedule=jax.tree.map(lambda x: x[layer], plan.schedules),
         )  # fmt: skip
         if self.keeps.residual is not None:  # KIVI needs no scores
-            # Without the barrier XLA copies the pool for the next layer's writes.
+            # Without the barrier XLA moves the next layer's writes before this read, and copies
+            # the pool.
             out, words = jax.lax.optimization_barrier((out, words))
             return self.shared.own(out), replace(cache, words=words)
         kept = [x.reshape(R, *x.shape[2:]) for x in kept]

@@ -132,6 +132,8 @@ def test_selected_pages_that_are_kept_whole_are_lserves(bench):
             (64, 4, 1, {"read_pages": 4}),
             (64, 4, 1, {}),
             (64, 4, 1, {"top": "K16V16"}),
+            (0, 4, 4, KIVI),
+            (64, 4, 1, KIVI),
         ],
         3,
     ),
