@@ -35,8 +35,8 @@ from pallas_kernels.ops import OPS
 HOLDS, FAILS, OPEN, NOT_RUN = *VERDICT_OF.values(), "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
 STAR = (
-    "<sup>*</sup>: the run was shorter than the full setting, or omitted a part of it; the "
-    "system's page gives the result of a full run, if one was made."
+    "<sup>*</sup>: the result has other flags than the full setting now has; the system's page "
+    "tells the difference."
 )
 FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
 PRINTED = re.compile(r"(?:Figs?\.|Tables?|Algorithm) \d+\w*(?:(?:, | and | to )\d+\w*)*")
@@ -109,10 +109,8 @@ class Row:
 
     @property
     def by_other_flags(self) -> bool:
-        """Whether a result misses the paper's setting only because of the run's flags."""
-        if self.result is None or self.said("setting")["level"] != "paper":
-            return False
-        return not self.result["at_setting"]
+        """Whether a result's flags differ from the full setting's."""
+        return bool(self.changed)
 
     @property
     def changed(self) -> str:
@@ -238,7 +236,7 @@ def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
             kind, claim = row.said("kind"), row.said("claim")
             level = row.said("setting")["level"]
             at = {"reduced": "; reduced setting", "wrong": "; cannot show it"}.get(level, "")
-            at = "; not the full setting's flags" if row.by_other_flags else at
+            at += "; other flags" if row.by_other_flags else ""
             within = "{} of {}".format(*row.within) if row.within[1] else "–"
             program = f"[`{row.stem}`]({up}{Path(row.study.file).relative_to(ROOT)})"
             name = (

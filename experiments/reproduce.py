@@ -147,16 +147,16 @@ def committed(study: Study) -> dict[str, Any] | None:
 
 
 def committed_verdict(study: Study) -> str:
-    """The verdict of the committed report of a complete run, followed by its difference from the
-    paper's setting: the study's level, or 'other flags' if flags differ from `full`."""
+    """The verdict of the committed report of a complete run, followed by its differences from the
+    paper's setting: the study's level, and 'other flags' if flags differ from `full`."""
     report = read(ROOT / RESULTS / study.name)
     if not report or report["partial"]:
         return "–"
     if study.kind == "not run" and report["holds"] is None:
         return study.kind
     level = {"paper": "", "reduced": ", reduced", "wrong": ", wrong setting"}[study.setting.level]
-    other = "" if report["at_setting"] or level else ", other flags"
-    return f"{VERDICTS[report['holds']]}{level or other}"
+    other = ", other flags" if study.changed(report["flags"]) else ""
+    return f"{VERDICTS[report['holds']]}{level}{other}"
 
 
 @functools.cache

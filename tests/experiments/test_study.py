@@ -401,6 +401,7 @@ def test_the_state_of_a_result(tmp_path, monkeypatch):
         ("paper", ToyFlags(), "holds"),
         ("paper", STUDY.at("quick"), "holds, other flags"),
         ("reduced", ToyFlags(), "holds, reduced"),
+        ("reduced", STUDY.at("quick"), "holds, reduced, other flags"),
     ],
 )
 def test_a_committed_verdict_has_what_keeps_it_from_the_papers_setting(
