@@ -75,18 +75,17 @@ def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfi
     gates: path of the gate file.
     share: share of the KV heads that stream, chosen by the gates.
     """
-    all_pages = flags.longest + PAGE_SIZE
-    chosen = {"gates": gates_of(flags.model, gates), "streaming_share": share}
-    return _lserve(flags, **chosen, budget=all_pages)
+    chosen: dict[str, Any] = {
+        "gates": gates_of(flags.model, gates), "streaming_share": share,
+        "budget": flags.longest + PAGE_SIZE,
+    }  # fmt: skip
+    return _config(flags, policy="lserve", policy_options=chosen, kv_dtype="float16")
 
 
 def quest(flags: AccuracyFlags, budget: int) -> EngineConfig:
-    """Quest: all tokens are kept in 16 bits, and each query reads `budget` of them."""
-    return _lserve(flags, budget=budget, logical_page=PAGE_SIZE, reuse=1)
-
-
-def _lserve(flags: AccuracyFlags, **chosen: Any) -> EngineConfig:
-    return _config(flags, policy="lserve", policy_options=chosen, kv_dtype="float16")
+    """Quest: all tokens are kept in 16 bits, and each query reads `budget` of them, in the first
+    two layers all."""
+    return of_flags(flags, ("quest", f"--lserve_budget={budget}", "--kv_dtype=float16"))
 
 
 @dataclass(frozen=True)
