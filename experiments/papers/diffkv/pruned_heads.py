@@ -298,10 +298,10 @@ STUDY = Study(
     __file__,
     title="Where pruned tokens cost answers (DiffKV Fig. 9)",
     kind="analogue",
-    claim="what pruning costs, it costs in the retrieval heads",
+    claim="dropped tokens cost answers in retrieval heads alone",
     rule=f"at every share at which DiffKV's pruning loses {LOSS} points or more: its pruned tokens "
-    f"of the other heads alone lose {NEAR} at most, and those of the retrieval heads alone all but "
-    f"{NEAR} of what all lose",
+    f"of the other heads alone lose {NEAR} points at most, and those of the retrieval heads alone "
+    f"at most {NEAR} fewer than all",
     holds=holds,
     setting=Setting(
         "the judge model, three tasks at 2,048 tokens; a forward pass",

@@ -194,8 +194,8 @@ STUDY = Study(
     kind="analogue",
     claim="answers that are lost because tokens share a selection are right if the page before the "
     "newest is always read",
-    rule=f"where an interval loses {LOSS} points or more to a selection for each token, that page "
-    f"leaves {NEAR} at most, and the page before it is at least {NEAR} worse",
+    rule=f"where an interval loses {LOSS} points or more to a selection for each token, at most "
+    f"{NEAR} are lost with that page, and the page before it is at least {NEAR} points worse",
     holds=holds,
     setting=Setting(
         "the judge model, cot at 2,047 and 2,048 tokens, 1,024 of them read; a forward pass",
