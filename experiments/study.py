@@ -39,7 +39,8 @@ from experiments.lib.sources import inputs_hash, sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag
 
 KEPT = "kept"
-SPEED = ("jobs", "pad_steps")  # flags that change the speed, and no result but by rounding
+# Flags that change the speed, and no result but by rounding.
+SPEED = ("jobs", "pad_steps", "compilation_cache")
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")
