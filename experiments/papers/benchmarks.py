@@ -1,9 +1,10 @@
 """A paper's accuracy tables on public benchmarks. The user supplies the model and the problems.
 
-A study scores several systems on the files of --problems (`experiments.tasks.files`). A file has
-records of LongBench or RULER; the field "task" names the task. Scores are percentages by task; the
-average is the mean over the tasks. --match selects the score: `contains` for RULER, `f1` for
-LongBench. For some of LongBench's tasks the paper uses ROUGE, edit distance or accuracy instead.
+A study scores several systems on the files of --problems (`experiments.tasks.files`): records of
+LongBench or RULER, whose "dataset", or the file's name, names the task. Scores are percentages by
+task; the average is the mean over the tasks. --match selects the score: `contains` for RULER, `f1`
+for LongBench. For some of LongBench's tasks the paper uses ROUGE, edit distance or accuracy
+instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,10 @@ from experiments.papers.drawing import grouped_bars
 from experiments.study import Setting, Study, Values
 
 NEEDS = "the paper's model, a GPU that holds it, and the benchmark's problems"
-DIFFERS = "answers are scored by --match alone; all systems answer the same prompts"
+DIFFERS = (
+    "answers are scored by --match alone; all systems answer the same prompts; LongBench's own "
+    "records get one plain prompt for all tasks, not its templates"
+)
 
 
 def key(system: str, task: str) -> str:

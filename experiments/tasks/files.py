@@ -3,6 +3,10 @@
 Each line of a file is a JSON object: {"prompt": text, "answer": text, "task": text, "max_tokens":
 count, "stop": texts}. "answers", a list, may replace "answer". The default "task" is the file's
 name. Problems of a task are grouped by length, rounded up to a power of two.
+
+Lines may also be RULER's own (with "input" and "outputs") or LongBench's (with "context", "input"
+and "answers"). LongBench keeps its prompts' templates elsewhere: here a prompt is the context, the
+question and "Answer:".
 """
 
 import re
@@ -81,8 +85,25 @@ def read_problems(
     return problems
 
 
+def _in_our_fields(entry: dict) -> dict:
+    """A record of RULER or LongBench in the fields of this module; others do not change."""
+    kept = {name: entry[name] for name in ("task", "max_tokens", "stop") if name in entry}
+    match entry:
+        case {"prompt": _}:
+            return entry
+        case {"input": str(text), "outputs": answers}:
+            return kept | {"prompt": text + str(entry.get("answer_prefix", "")), "answers": answers}
+        case {"context": str(context), "input": str(question), "answers": answers}:
+            asked = f"Question: {question}\n" if question else ""
+            task = {"task": entry["dataset"]} if "dataset" in entry else {}
+            prompt = f"{context}\n\n{asked}Answer:"
+            return task | kept | {"prompt": prompt, "answers": answers}
+    return entry
+
+
 def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
     where = f"{path}:{number}"
+    entry = _in_our_fields(entry) if isinstance(entry, dict) else entry
     answers = entry.pop("answers", None) if isinstance(entry, dict) else None
     entry = prompt_entry(entry, where)
     if answers is None and isinstance(entry.get("answer"), str):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from experiments.tasks import tasks
+from experiments.tasks import stories, tasks
 from experiments.tasks.tasks import Problem
 from experiments.train.build_tokenizer import BOS, EOS, Vocabulary
 
@@ -76,6 +76,7 @@ class TrainingData:
     """Training batches. They depend only on the arguments of the constructor and of `batch`.
 
     rewrite: (question, answer) -> the answer to learn; None to keep answers unchanged.
+    tokenizer: the model's Hugging Face tokenizer; None for the bundled model's.
     """
 
     def __init__(
@@ -84,12 +85,25 @@ class TrainingData:
         filler_weight: float = 0.05,
         corpus_characters: int = 6_000_000,
         rewrite: Callable[[str, str], str] | None = None,
+        tokenizer=None,
     ):
         self.vocabulary, self.filler_weight, self.seed = Vocabulary(), filler_weight, seed
         self.rewrite = rewrite
-        self.corpus = self.vocabulary.story_tokens(corpus_characters, seed=seed)
+        if tokenizer is not None and tokenizer.get_vocab() == self.vocabulary.ids:
+            tokenizer = None
+        self.tokenizer, self.begin, self.end = tokenizer, [BOS], EOS
+        if tokenizer is None:
+            self.corpus = self.vocabulary.story_tokens(corpus_characters, seed=seed)
+            return
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer needs a token that ends a sequence (eos_token)")
+        self.end = tokenizer.eos_token_id
+        self.begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.corpus = np.array(self._spell(stories.text(corpus_characters, seed)), np.int32)
 
     def _spell(self, text: str) -> list[int]:
+        if self.tokenizer is not None:
+            return self.tokenizer.encode(text, add_special_tokens=False)
         return [self.vocabulary.ids[c] for c in text]
 
     def _segments(self, task: str, room: int) -> list[tuple[list[int], list[float]]]:
@@ -98,10 +112,12 @@ class TrainingData:
             text = self._spell(_digits_and_letters(self.rng, (room - 2) // 2))
             bar = self._spell("|")
             return [
-                ([BOS, *text], [0.0] * (len(text) + 1)),
+                ([*self.begin, *text], [0.0] * (len(self.begin) + len(text))),
                 (bar + text, [0.0] + [1.0] * len(text)),
             ]
         if task == "story":
+            if self.tokenizer is not None:
+                raise ValueError("the task story needs the bundled model's tokenizer")
             start = int(self.rng.integers(0, len(self.corpus) - room))
             text = self.corpus[start : start + room].tolist()
             first = self.vocabulary.pieces[text[0]]
@@ -114,18 +130,20 @@ class TrainingData:
         for question, answer in problem.queries:
             if self.rewrite:
                 answer = self.rewrite(question, answer)
-            left -= len(question) + len(answer)
+            tokens, weights = _labelled(self._spell(question), self._spell(answer), task)
+            left -= len(tokens)
             if left < 0:
                 break
-            queries.append(_labelled(self._spell(question), self._spell(answer), task))
+            queries.append((tokens, weights))
         else:
-            queries.append(([EOS], [self.filler_weight]))
-        gap = room - 1 - sum(map(len, records)) - sum(len(tokens) for tokens, _ in queries)
+            queries.append(([self.end], [self.filler_weight]))
+        first = self.begin, [0.0] * len(self.begin)
+        gap = room - len(self.begin) - sum(map(len, records)) - sum(len(t) for t, _ in queries)
         assert gap >= 0, (task, room, gap)
         start = int(self.rng.integers(0, len(self.corpus) - gap))
         text = self.corpus[start : start + gap].tolist()
         cuts = [0, *np.sort(self.rng.integers(0, gap + 1, len(records))), gap]
-        segments = [([BOS], [0.0])]
+        segments = [first]
         for i, (a, b) in enumerate(pairwise(cuts)):
             segments.append((text[a:b], [self.filler_weight] * (b - a)))
             if i < len(records):
@@ -167,7 +185,7 @@ class TrainingData:
                 if len(segments) > 1
                 else np.arange(length + 1, dtype=np.int32)
             )
-            rows.append((tokens + [EOS] * rest, weights + [0.0] * rest, positions))
+            rows.append((tokens + [self.end] * rest, weights + [0.0] * rest, positions))
             names_of_rows.append(task)
         tokens, weights, positions = zip(*rows)
         return Batch(

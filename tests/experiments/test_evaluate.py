@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import jax
@@ -188,9 +189,35 @@ def test_problems_of_files(tmp_path):
     assert files.f1("two or three", qa) == pytest.approx(0.5) and files.f1("", qa) == 0
 
 
+def test_records_of_ruler_and_longbench_are_read_as_they_are(tmp_path):
+    ruler, longbench = tmp_path / "vt.jsonl", tmp_path / "anything.jsonl"
+    record = {"index": 0, "input": "x = 4. Find x.", "outputs": ["x", "y"], "length": 9}
+    ruler.write_text(
+        f"{json.dumps(record)}\n{json.dumps(record | {'answer_prefix': ' Answer: they are'})}\n"
+    )
+    record = {
+        "input": "Who?", "context": "A cat sat.", "answers": ["a cat"], "length": 5,
+        "dataset": "hotpotqa", "language": "en", "all_classes": None, "_id": "0",
+    }  # fmt: skip
+    summary = record | {"input": "", "dataset": "gov_report"}
+    longbench.write_text(f"{json.dumps(record)}\n{json.dumps(summary)}\n")
+    paths = [str(ruler), str(longbench)]
+    problems = files.read_problems(paths, load_tokenizer(BUNDLED), 20, 512)
+    found = {task: [each.prompt for each in of] for (task, _), of in problems.items()}
+    assert found == {
+        "vt": ["x = 4. Find x.", "x = 4. Find x. Answer: they are"],
+        "hotpotqa": ["A cat sat.\n\nQuestion: Who?\nAnswer:"],
+        "gov_report": ["A cat sat.\n\nAnswer:"],
+    }
+    assert {each.answers for of in problems.values() for each in of} == {("x", "y"), ("a cat",)}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ('{"input": "a", "outputs": "b"}', "an answer or a list of answers, not"),
+        ('{"input": 3, "outputs": ["b"]}', "p.jsonl:1: "),
+        ('{"context": "a", "input": "b", "answers": ["c"], "dataset": 3}', "task must be a text"),
         ('{"prompt": "a"}', "p.jsonl:1: a problem needs a prompt, and an answer"),
         ('{"prompt": "a", "answers": []}', "an answer or a list of answers, not"),
         ('{"prompt": "a", "answers": ["b", 3]}', "an answer or a list of answers, not"),

@@ -10,9 +10,10 @@ must be small and change the final hidden states of answers little: loss = mean 
 
 Without flags the program trains the bundled model's gates on the studies' tasks. With the flag file
 the program trains the gates of the model 'judge' by the paper's recipe: 2,000 steps on passkeys, a
-task that no study uses. Contexts must exceed the window, because within the window full and
-streaming heads have equal outputs. The program also writes gates.json, for `--policy=lserve`, and
-gates.png. The seed determines the run, and the same command resumes a stopped run.
+task that no study uses. A model's sequences are of its own tokenizer. Contexts must exceed the
+window, because within the window full and streaming heads have equal outputs. The program also
+writes gates.json, for `--policy=lserve`, and gates.png. The seed determines the run, and the same
+command resumes a stopped run.
 """
 
 import time
@@ -38,7 +39,7 @@ from experiments.study import Run, Setting, Study, Values
 from experiments.train import training_state
 from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
-from models import checkpoint, llama
+from models import checkpoint, llama, load_tokenizer
 from models.config import ModelConfig
 
 PENALTY = 0.05  # weight of the mean gate in the loss
@@ -230,8 +231,9 @@ def check(flags: GateFlags) -> None:
 
 def measure(flags: GateFlags, run: Run) -> Iterator[Row]:
     config, params = checkpoint.load(flags.model, "float32")
-    data = TrainingData(flags.seed, corpus_characters=1_000_000)
     with refusals():
+        tokenizer = load_tokenizer(flags.model)
+        data = TrainingData(flags.seed, corpus_characters=1_000_000, tokenizer=tokenizer)
         for task in flags.shares:
             data.batch(0, flags.lengths[0], 1, {task: 1.0})
     weights = checkpoint.weights_hash(flags.model)

@@ -1,5 +1,5 @@
 """Tables on public benchmarks: their programs run on a small random model of the family, with ten
-made-up problems in the benchmark's form."""
+made-up problems in the benchmark's own records."""
 
 import json
 from dataclasses import replace
@@ -33,14 +33,27 @@ QWEN = LLAMA.replace(model_type="qwen2", qkv_bias=True)
 LONGBENCH = ("2wikimqa", "hotpotqa", "qasper", "trec", "triviaqa")
 
 
-def made_up(path, tasks):
-    """Write ten problems, two of each task; every third has several answers, as RULER's may."""
-    with path.open("w") as file:
-        for i, task in enumerate([*tasks] * 2):
-            answers = {"answers": [f"#{i}4;", f"#{i}5;"]} if i % 3 == 0 else {"answer": f"#{i}4;"}
-            problem = {"prompt": f"#{i}4; once there was a cat. ?{i}", "task": task, **answers}
-            file.write(json.dumps(problem | {"max_tokens": 4}) + "\n")
-    return (str(path),)
+def made_up(folder, tasks, form: str) -> tuple[str, ...]:
+    """Write ten problems, two of each task, as records of a benchmark; every third has several
+    answers, as RULER's may. A form without records of its own has ours."""
+    lines: dict[str, list[str]] = {}
+    for i, task in enumerate([*tasks] * 2):
+        text, answers = f"#{i}4; once there was a cat.", [f"#{i}4;", f"#{i}5;"][: 1 + (i % 3 == 0)]
+        match form:
+            case "RULER":
+                record = {"index": i, "input": f"{text} ?{i}", "outputs": answers, "length": 20}
+            case "LongBench":
+                record = {
+                    "input": f"?{i}", "context": text, "answers": answers, "length": 20,
+                    "dataset": task, "language": "en", "all_classes": None, "_id": str(i),
+                }  # fmt: skip
+            case _:
+                record = {"prompt": f"{text} ?{i}", "task": task, "answers": answers}
+        name = task if form == "RULER" else "made_up"
+        lines.setdefault(name, []).append(json.dumps(record | {"max_tokens": 4}))
+    for name, of in lines.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(of))
+    return tuple(str(folder / f"{name}.jsonl") for name in lines)
 
 
 def model_folder(folder, config: ModelConfig) -> str:
@@ -58,26 +71,38 @@ def compilations(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("table", "config", "match", "tasks"),
+    ("table", "config", "match", "form", "tasks"),
     swept(
         [
-            (table2_longbench, LLAMA, "f1", LONGBENCH),
-            (table3_ruler, LLAMA, "contains", ("niah_multikey_1", "vt", "cwe", "fwe", "qa_1")),
-            (table4_long_chains, LLAMA, "contains", ("aime24", "math500") * 2 + ("math500",)),
-            (table8_longbench, LLAMA, "f1", LONGBENCH),
-            (diffkv_longbench, LLAMA, "f1", LONGBENCH),
-            (table3_thinking, QWEN, "contains", ("math", "gpqa", "aime24", "math", "gpqa")),
+            (table2_longbench, LLAMA, "f1", "LongBench", LONGBENCH),
+            (
+                table3_ruler,
+                LLAMA,
+                "contains",
+                "RULER",
+                ("niah_multikey_1", "vt", "cwe", "fwe", "qa_1"),
+            ),
+            (
+                table4_long_chains,
+                LLAMA,
+                "contains",
+                "ours",
+                ("aime24", "math500") * 2 + ("math500",),
+            ),
+            (table8_longbench, LLAMA, "f1", "LongBench", LONGBENCH),
+            (diffkv_longbench, LLAMA, "f1", "LongBench", LONGBENCH),
+            (table3_thinking, QWEN, "contains", "ours", ("math", "gpqa", "aime24", "math", "gpqa")),
         ],
         1,
     ),
 )
 def test_a_tables_command_runs_on_a_model_of_its_family(
-    tmp_path, compilations, table, config, match, tasks
+    tmp_path, compilations, table, config, match, form, tasks
 ):
     study = table.STUDY
     flags = study.flags(
         model=model_folder(tmp_path / "model", config), contexts=(256,), match=match,
-        problems=made_up(tmp_path / "made_up.jsonl", tasks), compilation_cache=compilations,
+        problems=made_up(tmp_path, tasks, form), compilation_cache=compilations,
     )  # fmt: skip
     if hasattr(flags, "gates"):
         gates = tmp_path / "gates.tsv"

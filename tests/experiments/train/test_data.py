@@ -1,8 +1,12 @@
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from experiments.tasks import stories
 from experiments.train.build_tokenizer import BOS, EOS
 from experiments.train.data import TrainingData
 
@@ -53,6 +57,45 @@ def test_problems_fit_whatever_is_drawn(task):
         for length in (64, 128, 255):
             batch = DATA.batch(step, length, size=4, mix={task: 1.0})
             assert task == "story" or (batch.weights >= 1).any(1).all()
+
+
+def byte_tokenizer(eos: str | None = "<|end|>"):
+    """A byte-level tokenizer with merges, as of Llama-3, trained on stories."""
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    plain.train_from_iterator([stories.text(20_000, 0)], trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet,
+        show_progress=False,
+    ))  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="<|begin|>", **{"eos_token": eos} if eos else {}
+    )
+
+
+def test_another_models_sequences_are_of_its_own_tokens():
+    tokenizer = byte_tokenizer()
+    data = TrainingData(3, corpus_characters=50_000, tokenizer=tokenizer)
+    for step in range(8):
+        batch = data.batch(step, length=300, size=2, mix={"passkeys": 1.0})
+        assert (batch.tokens[:, 0] == tokenizer.bos_token_id).all()
+        for tokens, weights in zip(batch.tokens, batch.weights):
+            text, answers = (tokenizer.decode(x) for x in (tokens, tokens[weights >= 1]))
+            questions = re.findall(r"\?(\w+?)(?=\w{32};)", text)
+            assert len(questions) == answers.count(";") >= 1
+            for question, answer in zip(questions, answers.split(";"), strict=False):
+                assert f"#{question}{answer};" in text and f"?{question}{answer};" in text
+    with pytest.raises(ValueError, match="story needs the bundled model's tokenizer"):
+        data.batch(0, length=300, size=1, mix={"story": 1.0})
+    with pytest.raises(ValueError, match="a token that ends a sequence"):
+        TrainingData(3, tokenizer=byte_tokenizer(eos=None))
+
+
+def test_the_bundled_tokenizer_changes_no_batch(tokenizer):
+    data = TrainingData(seed=3, corpus_characters=50_000, tokenizer=tokenizer)
+    mix = dict.fromkeys(TASKS, 1.0)
+    assert (data.batch(1, 128, 8, mix).tokens == DATA.batch(1, 128, 8, mix).tokens).all()
 
 
 def test_answers_can_be_rewritten():

@@ -15,6 +15,7 @@ from models import checkpoint, llama
 from models import params as parameters
 from models.config import ModelConfig
 from paged.kv_cache.gates import read_gates
+from tests.experiments.train.test_data import byte_tokenizer
 
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4,
@@ -104,12 +105,15 @@ def test_bad_flags_are_refused(change, message):
 
 
 @pytest.mark.slow
-def test_the_study_writes_the_gates_of_any_model(tiny_folder, tmp_path):
+def test_the_study_writes_the_gates_of_any_model(params, tmp_path):
+    """The model has a tokenizer of its own."""
+    folder = tmp_path / "model"
+    checkpoint.save(folder, MODEL, params)
+    byte_tokenizer().save_pretrained(folder)
     flags = GateFlags(
-        model=str(tiny_folder), steps=2, lengths=(512,), mix=("passkeys=1",), sink=64, local=64,
-        seed=3,
+        model=str(folder), steps=2, lengths=(512,), mix=("passkeys=1",), sink=64, local=64, seed=3,
     )  # fmt: skip
     assert STUDY.write(flags, tmp_path) == 0
-    gates = read_gates(str(tmp_path / "gates.json"), lambda: checkpoint.weights_hash(tiny_folder))
+    gates = read_gates(str(tmp_path / "gates.json"), lambda: checkpoint.weights_hash(folder))
     assert np.array(gates).shape == (2, 2)
     assert (tmp_path / "gates.png").stat().st_size > 5000
