@@ -222,9 +222,12 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
         return 0
     status, todo = 0, []
     for study, at, _report in found():
+        if study.command:
+            where = "" if study.kind == "not run" else " at the paper's setting"
+            print(f"{study.name}{where}: not run; needs {study.needs}: {study.command}")
         if study.kind == "not run":
-            print(f"{study.name}: not run; needs {study.needs}: {study.command}")
-        elif at not in (NONE, PARTIAL, STALE):
+            continue
+        if at not in (NONE, PARTIAL, STALE):
             print(f"{study.name}: {at}; the result stands, in {folders[study.name]}/")
         else:
             todo.append(study)

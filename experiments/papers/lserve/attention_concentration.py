@@ -5,7 +5,8 @@ python -m experiments.papers.lserve.attention_concentration
 For each layer and query head, three quantities are measured over the query rows that produce a
 task's answers: the number of keys that hold 90 % of the attention mass, the mass on the first 4
 tokens, and the mass on the last 64 tokens. If a model needs only its strongest key, its answers
-cannot show whether a page selector is good.
+cannot show whether a page selector is good. maps.png has the attention maps of some heads, from the
+most to the least concentrated one, on the first prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,16 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments.lib import run_record
 from experiments.lib.typed_flags import Flags, flag
-from experiments.study import Setting, Study, Values
+from experiments.study import Run, Setting, Study, Values
 from experiments.tasks import tasks
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.families import family
 
 FIRST, LAST, SHARE = 4, 64, 0.9
+CELL, MAPS = 8, 10  # tokens of a side of a map's cell; number of maps
 MEASURES = ("keys_for_90_percent", "mass_on_first_4", "mass_on_last_64")
 
 
@@ -87,6 +90,50 @@ def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
     return attend
 
 
+def mapping_attend(config: ModelConfig):
+    """Returns causal attention that writes each head's map to the cache, float32 [L, H, C, C]: the
+    largest probability of CELL queries and CELL keys."""
+    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+
+    def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
+        T = q_TxHxD.shape[0]
+        scores = jnp.einsum("tkgd,skd->kgts", q_TxHxD.reshape(T, K, H // K, D), k_TxKxD) * D**-0.5
+        causal = jnp.tril(jnp.ones((T, T), bool))
+        probs = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+        C = T // CELL
+        cells = probs.reshape(H, T, T)[:, : C * CELL, : C * CELL].reshape(H, C, CELL, C, CELL)
+        out = jnp.einsum("kgts,skd->tkgd", probs, v_TxKxD)
+        return out.reshape(T, H, D), cache.at[layer].set(cells.max((2, 4)))
+
+    return attend
+
+
+@partial(jax.jit, static_argnums=1)
+def maps_of(params, config: ModelConfig, tokens_T):
+    """The maps [L, H, C, C] of `mapping_attend`."""
+    T = tokens_T.shape[0]
+    empty = jnp.zeros((config.num_layers, config.num_heads, T // CELL, T // CELL))
+    attend = mapping_attend(config)
+    return family(config).forward(params, config, tokens_T, jnp.arange(T), attend, empty)[1]
+
+
+def draw_maps(figure: Figure, maps_LxHxCxC: np.ndarray, keys_LxH: np.ndarray) -> None:
+    """Draws the maps of heads at equal steps in the order of their numbers of keys."""
+    order = np.argsort(keys_LxH, axis=None, kind="stable")
+    chosen = order[np.linspace(0, len(order) - 1, min(MAPS, len(order))).astype(int)]
+    for i, place in enumerate(chosen):
+        layer, head = divmod(int(place), keys_LxH.shape[1])
+        axes = figure.add_subplot(2, -(-len(chosen) // 2), i + 1)
+        size = CELL * maps_LxHxCxC.shape[-1]
+        image = axes.imshow(
+            np.maximum(maps_LxHxCxC[layer, head], 1e-4), norm=LogNorm(1e-4, 1), cmap="viridis",
+            extent=(0, size, size, 0),
+        )  # fmt: skip
+        axes.set_title(f"layer {layer}, head {head}: {keys_LxH[layer, head]:.0f} keys", size=8)
+        axes.set(xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=figure.axes, label="probability")
+
+
 @partial(jax.jit, static_argnums=(1, 3, 4))
 def _measure(params, config: ModelConfig, tokens_T, num_rows: int, share: float):
     noted = jnp.zeros((config.num_layers, config.num_heads, len(MEASURES), num_rows))
@@ -128,11 +175,18 @@ def check(flags: AttentionFlags) -> None:
     prompts_of(flags, load_tokenizer(flags.model))
 
 
-def measure(flags: AttentionFlags, _) -> Iterator[Row]:
+def measure(flags: AttentionFlags, run: Run) -> Iterator[Row]:
     tokenizer = load_tokenizer(flags.model)
     config, params = checkpoint.load(flags.model)
     for task, prompts in prompts_of(flags, tokenizer).items():
-        yield from rows_of(task, measured(params, config, tokenizer, prompts))
+        found = measured(params, config, tokenizer, prompts)
+        yield from rows_of(task, found)
+        if task == flags.tasks[0]:
+            tokens = tokenizer(prompts[0].prompt + prompts[0].answer)["input_ids"][:-1]
+            figure = run_record.new_figure(13, 5.5)
+            maps = np.asarray(maps_of(params, config, np.array(tokens)))
+            draw_maps(figure, maps, np.median(found[0][:, :, 0], axis=-1))
+            run_record.save_figure(figure, run.folder / "maps.png", dpi=110)
 
 
 def values(_: AttentionFlags, rows: Sequence[Row]) -> Values:

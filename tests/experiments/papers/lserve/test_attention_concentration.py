@@ -41,6 +41,26 @@ def test_one_key_and_uniform_attention_are_told_apart():
     np.testing.assert_allclose(noted[0, 1, :, 0], [180, 4 / 200, 64 / 200], atol=1.01)
 
 
+def test_maps_have_the_largest_probability_of_each_cell():
+    p, T, C = params.init(llama.declare(CONFIG), jax.random.key(0)), 50, 50 // concentration.CELL
+    tokens, maps = jnp.arange(T) * 7 % 512, jnp.zeros((2, 4, C, C))
+    ours, maps = llama.forward(
+        p, CONFIG, tokens, jnp.arange(T), concentration.mapping_attend(CONFIG), maps
+    )
+    expected, _ = llama.forward(p, CONFIG, tokens, jnp.arange(T), causal_attend(CONFIG))
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    same = concentration.maps_of(p, CONFIG, tokens)
+    np.testing.assert_allclose(same, maps, rtol=1e-4, atol=1e-6)
+    config = ModelConfig(num_heads=2, num_kv_heads=1, head_dim=4)
+    q = jnp.zeros((T, 2, 4)).at[:, 0, 0].set(1000.0)
+    k = jnp.zeros((T, 1, 4)).at[19, 0, 0].set(1.0)
+    attend = concentration.mapping_attend(config)
+    _, maps = attend(0, q, k, jnp.ones((T, 1, 4)), jnp.zeros((1, 2, C, C)))
+    # From query 19 on the first head attends to key 19 alone; the second head is uniform.
+    assert np.flatnonzero(maps[0, 0, 3] > 0.5).tolist() == [2]
+    np.testing.assert_allclose(maps[0, 1, 3], [1 / 25] * 4 + [0] * (C - 4), rtol=1e-5)
+
+
 def test_rows_and_values_are_of_all_layers_and_heads():
     config, p = checkpoint.load("bundled")
     prompts = tasks.make_prompts("needle", 256, num=2, seed=0)
