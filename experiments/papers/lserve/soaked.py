@@ -18,6 +18,8 @@ def named(engine: Any) -> list[Mechanism]:
         )
         selects = layout.selects and options.dense_layers < engine.model.num_layers
         found.append(Mechanism("selecting", "no selection of pages", flags, selects))
+        if options.reuse > 1:
+            found.append(Mechanism("reusing", "no reuse of a selection", flags, selects))
     if streams:
         flags = f"--lserve_sink and --lserve_local together below {longest} by two pages"
         moves = layout.streams and layout.sink + layout.local + 1 < layout.max_pages
@@ -33,13 +35,17 @@ def seen(engine: Any) -> dict[str, int]:
     """Counts over running sequences.
 
     selecting: number of queries with selected pages.
+    reusing: number of queries with pages that an earlier query selected.
     streaming: number of windows of streaming heads that have freed pages.
     sparse_prompts: number of prompts that are prefilled sparsely.
     """
     policy, found = engine.host_policy, {}
     layout = policy.layout
     if layout.selects:
-        found["selecting"] = int((engine.executor.snapshot()[0].positions >= 0).sum())
+        selected_at = engine.executor.snapshot()[0].positions
+        last, selects = engine.scheduler.slots.computed - 1, selected_at >= 0
+        shared = (selected_at < last) & (selected_at // layout.reuse == last // layout.reuse)
+        found |= {"selecting": int(selects.sum()), "reusing": int((selects & shared).sum())}
     if policy.streaming:
         found["streaming"] = int((policy.streaming.block_tables.num_dropped > 0).sum())
     if layout.minference:

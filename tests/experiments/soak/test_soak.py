@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.policies import SOAKED
 from experiments.soak import __main__ as soak
 from experiments.soak.checks import Asked, Violation
 from experiments.soak.comparison import compare, smallest_lead
@@ -380,9 +381,11 @@ def test_each_policy_names_what_its_options_ask_for(tokenizer):
     def counts(config: EngineConfig) -> list[str]:
         return [each.count for each in named_mechanisms(make_users(tokenizer, config=config))]
 
-    assert counts(LSERVE) == ["compared", "swapped_out", "cached_tokens", "selecting", "streaming"]
+    assert counts(LSERVE) == [
+        "compared", "swapped_out", "cached_tokens", "selecting", "reusing", "streaming",
+    ]  # fmt: skip
     assert counts(changed(LSERVE, budget=4096))[3:] == ["streaming"]  # DuoAttention
-    assert counts(changed(LSERVE, **NO_GATES))[3:] == ["selecting"]  # Quest
+    assert counts(changed(LSERVE, **NO_GATES, reuse=1))[3:] == ["selecting"]  # Quest
     assert counts(DIFFKV)[2:] == ["demoted", "dropped"]
     assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[2:] == []  # INT8
     kivi = {"prompt_rule": "kivi", "generation_rule": "kivi", "key_group": 8, "window": 16}
@@ -413,7 +416,7 @@ def test_the_device_shows_what_has_happened(tokenizer, config):
     engine = padded(Engine.from_model(params, TINY, config, tokenizer))
     users = Users(engine, engine, 0, check_share=0.0)
     observe(users)
-    of_policy = [each.count for each in named_mechanisms(users)][-2:]
+    of_policy = [each.count for each in SOAKED[config.policy].named(engine)]
     assert not any(users.counts[name] for name in of_policy)
     assert run(users, steps=100)[2] is None
     assert all(users.counts[name] > 0 for name in of_policy)

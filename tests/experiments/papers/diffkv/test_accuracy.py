@@ -63,7 +63,15 @@ def test_systems_differ_in_what_their_names_say():
     three = chosen["three levels 5/1/0"].levels
     assert [tuple(level)[1:] for level in three] == [("K16V16", 5), ("K8V4", 1), ("K4V2", 0)]
     flags = equal_bytes.BytesFlags(**FLAGS)
-    assert systems.kivi(flags) == equal_bytes.config_of(flags, "kivi")
+    for name, config in {
+        "kivi": systems.kivi(flags),
+        "kv_int8": systems.uniform(flags, "K8V8"),
+        "kv_int4": systems.uniform(flags, "K4V4"),
+        "h2o": systems.budgeted(flags, "H2O", 0.5),
+        "snapkv": systems.budgeted(flags, "SnapKV", 0.5),
+        "quest": systems.quest(flags, 1024),
+    }.items():
+        assert config == equal_bytes.config_of(flags, name), name  # of the flag files
     # Pages of three levels hold 8 tokens, and KIVI's 12, in about the bytes of the others' pages.
     # All other settings are equal.
     page_sizes = {name: c.page_size for name, c in found.items()}
