@@ -116,7 +116,7 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
         found[DUO] = systems.duo_attention(flags, flags.gates, flags.duo_share)
     if flags.quest_budget:
         found[QUEST] = systems.quest(flags, flags.quest_budget)
-    return found | {Path(each).stem: systems.of_flags(flags, (each,)) for each in flags.others}
+    return systems.with_others(found, flags, flags.others)
 
 
 def families(flags: MemoryFlags) -> dict[str, list[str]]:
