@@ -139,6 +139,19 @@ def of_flags(flags: AccuracyFlags, given: Sequence[str]) -> EngineConfig:
     )
 
 
+def with_others(
+    found: accuracy.Systems, flags: AccuracyFlags, others: Sequence[str]
+) -> accuracy.Systems:
+    """The systems and those of flag files, by the files' names. Raises ValueError for a name that
+    another system has."""
+    found = dict(found)
+    for each in others:
+        if (name := Path(each).stem) in found:
+            raise ValueError(f"--others: {each} has the name of another system; rename the file")
+        found[name] = of_flags(flags, (each,))
+    return found
+
+
 def _values(given: Sequence[str]) -> dict[str, Any]:
     """Values of flags by name."""
     lines: list[str] = []

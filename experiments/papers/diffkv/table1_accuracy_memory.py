@@ -116,11 +116,7 @@ def make_systems(flags: MemoryFlags) -> accuracy.Systems:
         found[DUO] = systems.duo_attention(flags, flags.gates, flags.duo_share)
     if flags.quest_budget:
         found[QUEST] = systems.quest(flags, flags.quest_budget)
-    for each in flags.others:
-        if (name := Path(each).stem) in found:
-            raise ValueError(f"--others: {each} has the name of another system; rename the file")
-        found[name] = systems.of_flags(flags, (each,))
-    return found
+    return systems.with_others(found, flags, flags.others)
 
 
 def families(flags: MemoryFlags) -> dict[str, list[str]]:
