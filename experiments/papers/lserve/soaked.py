@@ -39,7 +39,8 @@ def seen(engine: Any) -> dict[str, int]:
     streaming: number of windows of streaming heads that have freed pages.
     sparse_prompts: number of prompts that are prefilled sparsely.
     """
-    policy, found = engine.host_policy, {}
+    found: dict[str, int] = {}
+    policy = engine.host_policy
     layout = policy.layout
     if layout.selects:
         selected_at = engine.executor.snapshot()[0].positions

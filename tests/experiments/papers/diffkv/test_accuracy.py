@@ -283,6 +283,9 @@ def test_each_length_has_values_of_its_own():
     assert (numbers["right_diffkv_256"], numbers["right_diffkv_512"]) == (50, 25)
     assert numbers["held_diffkv_512"] == 0.3 and numbers["held_vllm_512"] == 1.0
     assert numbers["right_diffkv"] == 50
+    # Made-up sequences have a half of their tokens in high and a quarter in low precision.
+    assert (numbers["dropped_diffkv"], numbers["lost_diffkv"]) == (25, 50)
+    assert (numbers["lost_most_diffkv"] or 0) >= 50 and "dropped_vllm" not in numbers
     equal_bytes_by_context.draw(flags, Figure(), rows)
 
 
@@ -303,6 +306,8 @@ def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch
     twice = replace(flags, others=(str(file), str(file)))
     with pytest.raises(ValueError, match=r"mine\.flags has the name of another system"):
         accuracy_memory.make_systems(twice)
+    bytes_flags = equal_bytes.BytesFlags(**FLAGS, systems=("diffkv",), others=(str(file),))
+    assert list(equal_bytes.make_systems(bytes_flags)) == ["vllm", "diffkv", "mine"]
     ours, others = kept_answers.outside("diffkv"), kept_answers.outside(mine.policy)
     assert not ours and len(others["policy"]) == 64
 
