@@ -4,7 +4,8 @@ python -m experiments.papers.lserve.fig09_needle
 
 One record lies somewhere in stories, and the question asks for its five digits. With
 --tasks=multikey many records lie there, and the question names one of them. The systems are the
-dense model, and LServe with half of the KV heads streaming at each of --budgets.
+dense model, and LServe with half of the KV heads streaming at each of --budgets. A control reads as
+many pages, chosen at random.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,9 @@ def systems(flags: NeedleFlags) -> accuracy.Systems:
         chosen = {"gates": gates, "streaming_share": flags.share, "budget": budget}
         name = f"{100 * flags.share:g}% streaming, budget {budget}"
         found[name] = accuracy.config_of(flags, policy="lserve", policy_options=chosen)
+        control = f"{100 * flags.share:g}% streaming, {budget} of random pages"
+        chosen = chosen | {"selection": "random"}
+        found[control] = accuracy.config_of(flags, policy="lserve", policy_options=chosen)
     return found
 
 
