@@ -35,8 +35,8 @@ from pallas_kernels.ops import OPS
 HOLDS, FAILS, OPEN, NOT_RUN = *VERDICT_OF.values(), "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
 STAR = (
-    "<sup>*</sup>: the result has other flags than the full setting now has; the system's page "
-    "tells the difference."
+    "<sup>*</sup>: the result has other flags than the full setting now has; `make report` lists "
+    "them."
 )
 FIGURE = re.compile(r"(fig|table|algorithm)(\d+)([a-z]?)(?:_|$)")
 PRINTED = re.compile(r"(?:Figs?\.|Tables?|Algorithm) \d+\w*(?:(?:, | and | to )\d+\w*)*")

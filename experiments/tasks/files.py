@@ -91,8 +91,10 @@ def _in_our_fields(entry: dict) -> dict:
     match entry:
         case {"prompt": _}:
             return entry
+        case {"input": str(text), "outputs": answers, "answer_prefix": str(prefix)}:
+            return kept | {"prompt": text + prefix, "answers": answers}
         case {"input": str(text), "outputs": answers}:
-            return kept | {"prompt": text + str(entry.get("answer_prefix", "")), "answers": answers}
+            return kept | {"prompt": text, "answers": answers}
         case {"context": str(context), "input": str(question), "answers": answers}:
             asked = f"Question: {question}\n" if question else ""
             task = {"task": entry["dataset"]} if "dataset" in entry else {}
@@ -103,8 +105,10 @@ def _in_our_fields(entry: dict) -> dict:
 
 def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
     where = f"{path}:{number}"
-    entry = _in_our_fields(entry) if isinstance(entry, dict) else entry
-    answers = entry.pop("answers", None) if isinstance(entry, dict) else None
+    answers = None
+    if isinstance(entry, dict):
+        entry = _in_our_fields(entry)
+        answers = entry.pop("answers", None)
     entry = prompt_entry(entry, where)
     if answers is None and isinstance(entry.get("answer"), str):
         answers = [entry["answer"]]

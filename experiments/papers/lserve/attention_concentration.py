@@ -9,7 +9,7 @@ cannot show whether a page selector is good. maps.png has the attention maps of 
 most to the least concentrated one, on the first prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,12 +63,9 @@ class Row:
     mass_last: float
 
 
-def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
-    """Returns causal attention that writes MEASURES of the last `num_rows` query rows to the cache,
-    float32 [L, H, 3, num_rows].
-
-    share: share of the mass that the keys of the first measure hold.
-    """
+def noting_attend(config: ModelConfig, note: Callable[[jax.Array], jax.Array]):
+    """Returns causal attention that writes `note(probabilities [H, T, T])` of each layer to the
+    cache."""
     H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
 
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
@@ -77,35 +74,43 @@ def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
         scores = jnp.einsum("kgtd,skd->kgts", q, k_TxKxD, preferred_element_type=jnp.float32)
         query, key = jnp.arange(T)[:, None], jnp.arange(T)
         probs = jax.nn.softmax(jnp.where(key <= query, scores, -1e30)).reshape(H, T, T)
-        rows = probs[:, T - num_rows :]
-        descending = -jnp.sort(-rows, axis=-1)
-        keys = (jnp.cumsum(descending, axis=-1) < share).sum(-1) + 1
-        recent = key > query[T - num_rows :] - LAST
-        measured = (keys, rows[..., :FIRST].sum(-1), jnp.where(recent, rows, 0).sum(-1))
-        cache = cache.at[layer].set(jnp.stack(measured, axis=1))
         grouped = probs.reshape(K, H // K, T, T).astype(v_TxKxD.dtype)
         out = jnp.einsum("kgts,skd->tkgd", grouped, v_TxKxD)
-        return out.reshape(T, H, D), cache
+        return out.reshape(T, H, D), cache.at[layer].set(note(probs))
 
     return attend
+
+
+def measuring_attend(config: ModelConfig, num_rows: int, share: float = SHARE):
+    """`noting_attend` of MEASURES of the last `num_rows` query rows, float32 [L, H, 3, num_rows].
+
+    share: share of the mass that the keys of the first measure hold.
+    """
+
+    def measures(probs_HxTxT):
+        T = probs_HxTxT.shape[-1]
+        rows = probs_HxTxT[:, T - num_rows :]
+        descending = -jnp.sort(-rows, axis=-1)
+        keys = (jnp.cumsum(descending, axis=-1) < share).sum(-1) + 1
+        query, key = jnp.arange(T)[:, None], jnp.arange(T)
+        recent = key > query[T - num_rows :] - LAST
+        measured = (keys, rows[..., :FIRST].sum(-1), jnp.where(recent, rows, 0).sum(-1))
+        return jnp.stack(measured, axis=1)
+
+    return noting_attend(config, measures)
 
 
 def mapping_attend(config: ModelConfig):
-    """Returns causal attention that writes each head's map to the cache, float32 [L, H, C, C]: the
-    largest probability of CELL queries and CELL keys."""
-    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    """`noting_attend` of each head's map, float32 [L, H, C, C]: the largest probability of CELL
+    queries and CELL keys."""
 
-    def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
-        T = q_TxHxD.shape[0]
-        scores = jnp.einsum("tkgd,skd->kgts", q_TxHxD.reshape(T, K, H // K, D), k_TxKxD) * D**-0.5
-        causal = jnp.tril(jnp.ones((T, T), bool))
-        probs = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+    def cells(probs_HxTxT):
+        H, T, _ = probs_HxTxT.shape
         C = T // CELL
-        cells = probs.reshape(H, T, T)[:, : C * CELL, : C * CELL].reshape(H, C, CELL, C, CELL)
-        out = jnp.einsum("kgts,skd->tkgd", probs, v_TxKxD)
-        return out.reshape(T, H, D), cache.at[layer].set(cells.max((2, 4)))
+        whole = probs_HxTxT[:, : C * CELL, : C * CELL]
+        return whole.reshape(H, C, CELL, C, CELL).max((2, 4))
 
-    return attend
+    return noting_attend(config, cells)
 
 
 @partial(jax.jit, static_argnums=1)

@@ -126,7 +126,7 @@ def seen(
 
 
 @functools.cache  # jit compares the attention by identity
-def prompt_attention(config: ModelConfig):
+def streaming_attend(config: ModelConfig):
     """An attention of prompts with streaming heads. Its state [L, K] bool: the streaming heads."""
 
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, streams_LxK):
@@ -149,7 +149,7 @@ def answers(
     streams: [L, K] bool by `System.streams`.
     """
     asked = {
-        heads: masked.Asked(params, config, question, prompt_attention(config), jnp.asarray(mask))
+        heads: masked.Asked(params, config, question, streaming_attend(config), jnp.asarray(mask))
         for heads, mask in streams.items()
     }
     for name, system in SYSTEMS.items():
