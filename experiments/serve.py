@@ -66,7 +66,8 @@ def prepare(flags: ServeFlags, output_dir: Path) -> tuple[Engine, Workload]:
         formats = tenants.formats(served, flags.model)
         requests = tenants.addressed(workload.requests, names, formats)
         workload = replace(workload, requests=requests)
-    sizes = policy_of(config.policy).sizes(config, ShardedModel.split(model))
+    sharded = ShardedModel.split(model, config.tensor_parallel, flags.dtype)
+    sizes = policy_of(config.policy).sizes(config, sharded)
     for i, request in enumerate(workload.requests):
         try:
             how = sampling_of(request, sampling, config.seed, i)

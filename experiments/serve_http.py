@@ -118,7 +118,7 @@ def main(flags: ServerFlags, output: Output) -> int:
     name = flags.served_model_name or served_name(flags.model)
     service = Service(
         client, model, config, tokenizer, name, flags.limits, template,
-        logprobs=flags.executor == "device",
+        logprobs=flags.executor == "device", dtype=flags.dtype,
     )  # fmt: skip
     for adapter in served:
         service.adapters.add(adapter)

@@ -9,6 +9,7 @@ A model's name is one of
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def find(model: str | Path) -> Path:
                 "results/judge/model, to be copied there"
             )
         return OWN[str(model)]
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))  # Path.expanduser raises for an unknown user.
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -1,4 +1,4 @@
-"""W4A8: products of 4-bit weights with 8-bit activations (LServe §4.2; QServe).
+"""W4A8: products of 4-bit weights with 8-bit activations (LServe §4.1; QServe).
 
 Weights are quantised twice. First each output channel is quantised to integers from -119 to 119
 with a float32 scale. Then each group of 128 of these integers, along the inputs, is quantised to

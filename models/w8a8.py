@@ -1,4 +1,4 @@
-"""W8A8: products of 8-bit weights with 8-bit activations (LServe §3.1; QServe, SmoothQuant).
+"""W8A8: products of 8-bit weights with 8-bit activations (LServe §4.1; QServe, SmoothQuant).
 
 A weight matrix has one scale for each output channel, computed once. An activation has one scale
 for each token, computed at run time, so that a token's product does not depend on the rest of the

@@ -158,7 +158,11 @@ class EngineConfig(CacheConfig):
             options = None
         names = {field.name for field in dataclasses.fields(kind)}
         if options is None or (isinstance(options, Mapping) and set(options) <= names):
-            object.__setattr__(self, "policy_options", kind(**(options or {})))
+            try:
+                chosen = kind(**(options or {}))
+            except TypeError as error:  # an option without a default
+                raise ValueError(f"policy_options of {self.policy!r}: {error}") from None
+            object.__setattr__(self, "policy_options", chosen)
         elif not isinstance(options, kind):
             allowed = f"options of policy {self.policy!r} ({', '.join(sorted(names)) or 'none'})"
             raise checks.refusal("policy_options", allowed, options)
@@ -187,6 +191,8 @@ class EngineConfig(CacheConfig):
                 f"kv_cache_tokens ({self.kv_cache_tokens}) must hold at least one page of "
                 f"{self.page_size} tokens"
             )
+        if self.adapter_pages and not self.adapter_slots:
+            raise ValueError(f"adapter_pages ({self.adapter_pages}) need adapter_slots, which is 0")
         if 0 < self.adapter_pages < num_pages(self.max_adapter_rank):
             raise ValueError(
                 f"adapter_pages ({self.adapter_pages}) of {PAGE_RANKS} ranks must hold an adapter "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.config import ModelConfig
+from paged.checks import is_real, refusal
 from paged.config import EngineConfig
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import SequenceGroup, SequenceOutput, Status, TokenLogprob
@@ -59,8 +60,12 @@ def _check_one(
     output: SequenceOutput, most: int, sampling: SamplingParams, tokenizer, model: ModelConfig
 ) -> None:
     tokens = token_ids("known output", output.tokens, model.vocab_size)
+    if output.score is not None and not is_real(output.score):
+        raise refusal("score of known output", "a finite number or None", output.score)
     if sampling.ranks and len(tokens) and output.score is None:
         raise ValueError("known output of sequences that are ranked needs their score")
+    if output.finish_reason in ("eos", "stop") and not len(tokens):
+        raise ValueError(f"known output ended with {output.finish_reason!r} and has no token")
     if output.logprobs and len(output.logprobs) != len(tokens):
         raise ValueError(
             f"known output has {len(tokens)} tokens and {len(output.logprobs)} log-probabilities"

@@ -74,7 +74,7 @@ class Tally:
     def count(self) -> None:
         """Add the engine's records to `totals`, and clear them."""
         engine, totals = self._engine, self.totals
-        metrics, store = engine.metrics, engine.loop.adapter_store
+        metrics = engine.metrics
         for step in metrics.steps:
             totals.steps += 1
             totals.step_s += step.device_s
@@ -89,7 +89,8 @@ class Tally:
             totals.output_tokens += request.output_tokens
             totals.cached_tokens += request.cached_tokens
         totals.compilations = metrics.compilations_warmup + metrics.compilations_after_warmup
-        totals.adapter_loads = store.num_loads if store else 0
+        # The count of `AdapterStore` begins anew after a failed step.
+        totals.adapter_loads += sum(event["event"] == "load" for event in metrics.events)
         steps = (event for event in reversed(metrics.events) if event["event"] == "step")
         if (last := next(steps, None)) is not None:
             self._report = last["report"]

@@ -68,7 +68,9 @@ def threads(
         uuid: ThreadRunner(partial(make_engine, device), device)
         for uuid, device in zip(uuids(count), devices, strict=True)
     }
-    return LiveCluster(runners, model, config, tokenizer, rebalance_s=rebalance_s)
+    return LiveCluster(
+        runners, model, config, tokenizer, rebalance_s=rebalance_s, dtype=flags.dtype
+    )
 
 
 def warm_engine(config: EngineConfig, values: dict[str, Any]) -> Engine:
@@ -90,4 +92,6 @@ def ray_actors(
     make_engine = partial(warm_engine, config, loading(flags))
     wanted: dict[str, Any] = {"num_gpus": 1} if has_gpus else {"num_cpus": 0}
     runners = {uuid: RayRunner(make_engine, wanted) for uuid in uuids(count)}
-    return LiveCluster(runners, model, config, tokenizer, rebalance_s=rebalance_s)
+    return LiveCluster(
+        runners, model, config, tokenizer, rebalance_s=rebalance_s, dtype=flags.dtype
+    )

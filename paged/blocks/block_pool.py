@@ -29,10 +29,12 @@ class BlockPool:
     freed blocks are allocated first. A block that the cache contains stays there when its last
     owner releases it, and is evicted only when an allocation needs more blocks than the stack has.
 
+    logged: whether operations are kept for `drain_operations`, which must then be called.
+
     Raises ValueError for fewer than 2 blocks.
     """
 
-    def __init__(self, num_blocks: int, cache: BlockCache | None = None):
+    def __init__(self, num_blocks: int, cache: BlockCache | None = None, logged: bool = True):
         if num_blocks < 2:
             raise ValueError(
                 f"a block pool needs at least 2 blocks (one is reserved), not {num_blocks}"
@@ -43,6 +45,7 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, NULL_BLOCK, -1, dtype=np.int32)
         self._num_stacked = num_blocks - 1
         self._operations: list[tuple[str, np.ndarray]] = []
+        self._logged = logged
 
     @property
     def capacity(self) -> int:
@@ -67,15 +70,18 @@ class BlockPool:
         missing = n - self._num_stacked
         if self.cache and missing > 0:
             evicted = np.array([self.cache.evict() for _ in range(missing)], np.int32)
-            self._operations.append(("evict", evicted))
+            self._log("evict", evicted)
             self._push(evicted)
         self._num_stacked -= n
         blocks = self._free[self._num_stacked : self._num_stacked + n].copy()
         assert not self.refcounts[blocks].any(), "a free block has owners"
         self.refcounts[blocks] = 1
-        if n:
-            self._operations.append(("allocate", blocks))
+        self._log("allocate", blocks)
         return blocks
+
+    def _log(self, verb: str, blocks: np.ndarray) -> None:
+        if self._logged and len(blocks):
+            self._operations.append((verb, blocks))
 
     def _push(self, blocks: np.ndarray) -> None:
         self._free[self._num_stacked : self._num_stacked + len(blocks)] = blocks
@@ -87,15 +93,13 @@ class BlockPool:
             assert self.cache and block in self.cache.idle, f"shared the free block {block}"
             del self.cache.idle[block]
         self.refcounts[blocks] += 1
-        if len(blocks):
-            self._operations.append(("share", blocks.copy()))
+        self._log("share", blocks.copy())
 
     def release(self, blocks: np.ndarray) -> None:
         """Remove an owner of each of the distinct `blocks`, given in the order of their tokens."""
         assert (self.refcounts[blocks] > 0).all(), "released a free block"
         self.refcounts[blocks] -= 1
-        if len(blocks):
-            self._operations.append(("release", blocks.copy()))
+        self._log("release", blocks.copy())
         freed = blocks[self.refcounts[blocks] == 0]
         if self.cache:
             kept = np.array([block in self.cache for block in freed.tolist()], bool)

@@ -31,7 +31,7 @@ from paged.kv_cache.policy import ShardedModel
 from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.requests.sequence import RequestOutput, SequenceOutput
-from paged.validation import Prompt, check_model, validated_prompt
+from paged.validation import Prompt, check_model, check_salt, validated_prompt
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,18 @@ class Cluster:
 
     def __init__(
         self, runners: Mapping[str, Runner], model: ModelConfig, config: EngineConfig,
-        tokenizer=None, now: Callable[[], float] = time.monotonic,
+        tokenizer=None, now: Callable[[], float] = time.monotonic, dtype: str = "float32",
     ):  # fmt: skip
-        """Raises ValueError without runners, or if the model and the configuration do not fit."""
+        """dtype: of the runners' weights.
+
+        Raises ValueError without runners, or if the model and the configuration do not fit."""
         if not runners:
             raise ValueError("a cluster needs at least one runner")
         check_model(model, config)
         self._model, self._config, self._tokenizer = model, config, tokenizer
-        self._sizes = policy_of(config.policy).sizes(config, ShardedModel.split(model))
+        self._sizes = policy_of(config.policy).sizes(
+            config, ShardedModel.split(model, config.tensor_parallel, dtype)
+        )
         self._rng = np.random.default_rng(config.seed)
         self._runners, self._now = dict(runners), now
         limits = Limits.of(config)
@@ -101,8 +105,8 @@ class Cluster:
         self.refused: dict[str, str] = {}
         self.records: list[ClusterRecord] = []
         self.figures: dict[str, Figures] = {}
-        self.adapters = KnownAdapters(model, config)
-        self._num_requests = 0
+        self.adapters = KnownAdapters(model, config, dtype)
+        self._orders, self._numbers = itertools.count(), itertools.count()
         self._attempts = itertools.count(1)
         self.num_tokens = self.num_evictions = self.num_consolidations = self.num_recoveries = 0
         self.num_adapter_loads = 0
@@ -143,24 +147,28 @@ class Cluster:
             prompt, how, self._tokenizer, self._model, self._config, self._sizes
         )
         known = self.adapters.named(adapter)
-        if not is_text(cache_salt):
-            raise refusal("cache_salt", "a text", cache_salt)
-        number = self._num_requests
-        name = f"request-{number}" if request_id is None else request_id
+        check_salt(cache_salt)
+        name = self._new_id() if request_id is None else request_id
         if not is_text(name):
             raise refusal("request_id", "a text", name)
-        if name in self.jobs or name in self.outputs:
+        if self._in_use(name):
             raise ValueError(f"request id {name!r} is in use")
-        self._num_requests += 1
         if how.seed is None:
             how = replace(how, seed=int(self._rng.integers(2**32)))
         request = ClusterRequest(
-            name, number, self._now(), tuple(tokens.tolist()), how, known, cache_salt
+            name, next(self._orders), self._now(), tuple(tokens.tolist()), how, known, cache_salt
         )
         job = self.jobs[name] = Job(request)
         self._queue(job)
         self._place_queued()
         return name
+
+    def _in_use(self, request_id: str) -> bool:
+        return request_id in self.jobs or request_id in self.outputs
+
+    def _new_id(self) -> str:
+        names = (f"request-{number}" for number in self._numbers)
+        return next(name for name in names if not self._in_use(name))
 
     def cancel(self, request_id: str) -> RequestOutput:
         """End a request, queued or placed, and return its output so far.

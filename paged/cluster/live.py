@@ -42,15 +42,16 @@ class LiveCluster:
     silence_s: seconds without a post after which a runner is declared dead. No step may take this
         long, so `make_engine` must return warm engines.
     start_s: further seconds that a runner has for its first post.
+    dtype: of the runners' weights.
     deaths: the reason of each dead runner's death, by UUID.
     """
 
     def __init__(
         self, runners: Mapping[str, LiveRunner], model: ModelConfig, config: EngineConfig,
         tokenizer=None, *, rebalance_s: float = 10.0, heartbeat_s: float = 1.0,
-        silence_s: float = 30.0, start_s: float = 600.0,
+        silence_s: float = 30.0, start_s: float = 600.0, dtype: str = "float32",
     ):  # fmt: skip
-        self.cluster = Cluster(runners, model, config, tokenizer, self.now)
+        self.cluster = Cluster(runners, model, config, tokenizer, self.now, dtype)
         self._runners = dict(runners)
         self._mail: queue.SimpleQueue[tuple[str, list[Event]]] = queue.SimpleQueue()
         self._rebalance_s, self._heartbeat_s = rebalance_s, heartbeat_s

@@ -4,7 +4,8 @@ Choices that the paper leaves open:
 
 * The size of a working set is its number of sequences. A beam search has as many as its beam width.
 * A GPU has memory for a request if the prompt, the known output and one more token of each
-  sequence fit, in whole pages, above a watermark. An idle GPU has no watermark.
+  sequence fit, in whole pages, above a watermark. An idle GPU has memory for every accepted
+  request.
 * In each period at most one GPU is emptied. Its load is at most CONSOLIDATED, and all its requests
   fit on other busy GPUs.
 """
@@ -132,9 +133,12 @@ class Gpu:
 
     def takes(self, job: Job) -> bool:
         """Whether the job fits into the batch and into KV memory."""
-        watermark = self.limits.watermark_tokens if self.working_set else 0
-        fits = self.batch + job.width <= self.limits.max_batch
-        return fits and self.room >= job.needed(self.limits) + watermark
+        if self.batch + job.width > self.limits.max_batch:
+            return False
+        # `submit` refuses what no idle GPU can serve. A sequence may need fewer tokens than
+        # `needed`, because policies quantise and drop tokens.
+        needed = job.needed(self.limits) + self.limits.watermark_tokens
+        return not self.working_set or self.room >= needed
 
     def add(self, job: Job) -> None:
         self.working_set[job.request.request_id] = job

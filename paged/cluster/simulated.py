@@ -69,7 +69,8 @@ class SimulatedCluster:
             uuid: EngineRunner(engine, keep_records, tells_figures=False)
             for uuid, engine in engines.items()
         }
-        self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now)
+        dtype = next(iter(engines.values())).executor.dtype if engines else "float32"
+        self.cluster = Cluster(self._runners, model, config, tokenizer, lambda: self.now, dtype)
         self._rebalance_s, self._skip, self._keep_outputs = rebalance_s, skip, keep_outputs
         self._runs: dict[str, _Run] = {}  # decode runs, by runner
         self.now = 0.0

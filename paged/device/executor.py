@@ -55,7 +55,7 @@ class Executor(Protocol):
 
     @property
     def adapters(self) -> AdapterLoads | None:
-        """Loads adapters to the device; None if none are configured."""
+        """Loads adapters to the device; None or unused if none are configured."""
         ...
 
     def apply(self, moves: Moves) -> None:

@@ -36,8 +36,11 @@ def policy_of(name: str) -> Policy:
         raise ValueError(f"policy {name!r}: its module ends the program, as scripts do") from error
     if not isinstance(policy, Policy):
         raise ValueError(f"policy {name!r} is a {type(policy).__name__}, not a Policy")
-    if not callable(policy.parts):
-        raise ValueError(f"policy {name!r}: parts must be a function, not {policy.parts!r}")
+    for field in dataclasses.fields(policy):
+        part = getattr(policy, field.name)
+        may_lack = part is None and field.default is None
+        if field.name != "options" and not may_lack and not callable(part):
+            raise ValueError(f"policy {name!r}: {field.name} must be a function, not {part!r}")
     if not (isinstance(policy.options, type) and dataclasses.is_dataclass(policy.options)):
         raise ValueError(f"policy {name!r}: options must be a dataclass, not {policy.options!r}")
     return policy

@@ -8,6 +8,7 @@ Each manager has its own unit of memory:
     diffkv.host             pages that the device allocates and reports
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,10 +67,12 @@ class HostPolicy(Protocol):
     moves: Moves
 
     @property
+    @abstractmethod
     def table_width(self) -> int:
         """See `Sizes`."""
         ...
 
+    @abstractmethod
     def fits(self, num_tokens: int, num_sequences: int) -> bool:
         """See `Sizes`. Pinned units leave less room."""
         ...
@@ -81,6 +84,7 @@ class HostPolicy(Protocol):
         """
         raise AssertionError("the device half reports nothing")
 
+    @abstractmethod
     def can_admit(self, sequences: list[Sequence], keep_watermark: bool) -> bool:
         """Whether there is room for all of these sequences together."""
         ...
@@ -96,6 +100,7 @@ class HostPolicy(Protocol):
         prompt is prefilled in chunks."""
         return 0
 
+    @abstractmethod
     def admit(self, slot: int, sequence: Sequence) -> int:
         """Reserve room for a sequence, sharing its parent's tokens where allowed. Returns the
         number of first tokens to skip, because they are cached or the parent computes them."""
@@ -114,6 +119,7 @@ class HostPolicy(Protocol):
         `can_append` then returns False."""
         raise AssertionError("no fork: see the policy's parts")
 
+    @abstractmethod
     def advance(self, number: int, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         """Step `number` will write tokens starts [n] to ends [n] - 1 of `slots` [n]. Memory that no
         later step reads may be freed here. Never fails: `admit` and `append` reserved the room."""
@@ -124,6 +130,7 @@ class HostPolicy(Protocol):
         that both share. The step of the last `advance` computes them, or they were cached."""
         return
 
+    @abstractmethod
     def free(self, slot: int) -> None:
         """Free the memory of a sequence that has ended or been preempted, for use at once."""
         ...
@@ -170,13 +177,16 @@ class HostPolicy(Protocol):
         """Write a row for each of `slots` [S] into out [S, M] int32, for the device half's
         `begin_step`: block tables, or other integers that the policy needs."""
 
+    @abstractmethod
     def usage(self) -> Usage: ...
 
+    @abstractmethod
     def used_units(self) -> dict[str, np.ndarray]:
         """The used units of each pool, in ascending order. Key 'host NAME': the used units of the
         host's memory of pool NAME."""
         ...
 
+    @abstractmethod
     def owners(self) -> dict[str, np.ndarray]:
         """int32 owners of units by pool, without the null unit: slots, FREE, SHARED or CACHED."""
         ...
@@ -186,6 +196,7 @@ class HostPolicy(Protocol):
         tokens. report: the device half's last report, None before the first."""
         return {}
 
+    @abstractmethod
     def check(self) -> None:
         """Assert that no unit is lost, and that reference counts equal numbers of owners."""
         ...
@@ -226,7 +237,7 @@ class BlockHost(HostPolicy):
         """cache: the argument of `BlockPool`."""
         self.pools, self._name = (pool,), pool.name
         self.pool = BlockPool(pool.num_units, cache)
-        self.host_pool = BlockPool(pool.num_host_units)
+        self.host_pool = BlockPool(pool.num_host_units, logged=False)
         self.block_tables = BlockTables(self.pool, num_slots, max_tokens, page_size)
         self.moves = Moves()
 

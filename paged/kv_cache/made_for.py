@@ -1,5 +1,6 @@
 """Files with values that are valid only for one set of weights."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ def read[Content](path: str, parse: Callable[[str], Content]) -> Content:
     """Read the file at `path` and return `parse` of its text. Raises ValueError, with the path, if
     the file cannot be read or parsed."""
     try:
-        # Windows editors write a byte order mark.
-        return parse(Path(path).expanduser().read_text("utf-8-sig"))
+        # Path.expanduser raises for an unknown user. Windows editors write a byte order mark.
+        return parse(Path(os.path.expanduser(path)).read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -5,11 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from models.config import Attention
-
-EVERYTHING = np.iinfo(np.int32).max  # value in arrays for layers without a window
+from models.full_attention import EVERYTHING
 
 
 def by_window(attention: Attention, layer, run: Callable[[int | None], Any]):

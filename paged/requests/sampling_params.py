@@ -130,8 +130,12 @@ class SamplingParams:
         })  # fmt: skip
         if self.is_beam_search:
             self._check_beam_search()
-        elif self.num_sequences > 1 and self.temperature == 0:
+            return
+        if self.num_sequences > 1 and self.temperature == 0:
             raise ValueError("n and best_of above 1 need a temperature above 0, or beam_width")
+        for name, default in (("length_penalty", 1), ("early_stopping", False)):
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"{name} ({value!r}) needs a beam search: beam_width above 1")
 
     def _check_beam_search(self) -> None:
         if self.n > self.beam_width:

@@ -164,8 +164,8 @@ class Scheduler:
         """Whether a preempted group should be swapped out instead of recomputed (vLLM §4.5).
 
         'auto' recomputes if the policy cannot swap. It also recomputes a single sequence if all its
-        tokens would be prefilled, which is at most 20 % slower (§7.3). Otherwise it swaps: groups
-        of several sequences share less after recomputation.
+        tokens would be prefilled, which takes at most 20 % longer than swapping (§7.3). Otherwise
+        it swaps: groups of several sequences share less after recomputation.
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"

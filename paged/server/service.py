@@ -74,22 +74,24 @@ class Service:
 
     chat_template: None for the tokenizer's own template, if it has one.
     logprobs: whether the engines compute log-probabilities. Simulated engines do not.
+    dtype: of the engines' weights.
     """
 
     def __init__(
         self, client: Client, model: ModelConfig, config: EngineConfig, tokenizer, name: str,
         settings: ServerConfig | None = None, chat_template: str | None = None,
-        logprobs: bool = True,
+        logprobs: bool = True, dtype: str = "float32",
     ):  # fmt: skip
         self.client, self.model, self.config, self.tokenizer = client, model, config, tokenizer
         self.name, self.settings = name, settings or ServerConfig()
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.texts = TokenTexts(tokenizer)
-        self.adapters = KnownAdapters(model, config)
+        self.adapters = KnownAdapters(model, config, dtype)
         self.metrics = ServerMetrics(client)
         self.started_s = int(time.time())
         self.draining = False
-        self._sizes = policy_of(config.policy).sizes(config, ShardedModel.split(model))
+        sharded = ShardedModel.split(model, config.tensor_parallel, dtype)
+        self._sizes = policy_of(config.policy).sizes(config, sharded)
         self._has_logprobs = logprobs
         max_token_text = max(map(len, tokenizer.get_vocab()))
         self._max_text = MAX_COMPOSED * config.max_model_len * max_token_text

@@ -46,7 +46,8 @@ HOSTS = {
     # The host's work is done while the device computes the step before; it takes 0.2 ms for 256
     # sequences (experiments/bench/host.py on two CPU cores), less than any step here.
     "none": Host(),
-    # A decode step of a 7B model in batches of 32 on an A100-80 takes about 30 ms (Punica §5.2).
+    # A decode step takes about 30 ms (Punica §5.2); assumed: the 7B model in batches of 32 on an
+    # A100-80, which the paper's text generation measures (§7.2).
     # This cost model explains 14.7 ms (all rows with one adapter) to 16.2 ms (an adapter for each
     # row). each_gpu is vLLM's, because Punica uses vLLM's parallel scheme (§7.2).
     "punica": Host(added_s=14.5e-3, each_gpu=0.157),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.arguments import check_groups, sizes
+from pallas_kernels.arguments import check_groups, check_options, check_schedule, sizes
 from pallas_kernels.attention.schedule import PrefillSchedule, split_items, tiles_of_rows
 from pallas_kernels.block_sparse_attention.api import block_sparse_prefill_attention
 from pallas_kernels.block_sparse_attention.lists import BlockLists
@@ -118,6 +118,8 @@ def hybrid_prefill_attention(
     )  # fmt: skip
     K = found["K"]
     check_groups(found["H"], K)
+    check_options(scale, soft_cap)
+    check_schedule(schedules, PrefillSchedule)
     if list(dense_counts) != sorted({*dense_counts} & {*range(K + 1)}) or not dense_counts:
         raise ValueError(
             f"dense_counts must be ascending numbers from 0 to {K}, not {dense_counts}"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.arguments import sizes
+from pallas_kernels.arguments import check_schedule, sizes
 from pallas_kernels.attention.schedule import DecodeSchedule
 from pallas_kernels.page_selection import reference, select_sm90, write_sm90, xla
 
@@ -147,6 +147,7 @@ def select_pages(
     )  # fmt: skip
     if not 1 <= count <= found["M"]:
         raise ValueError(f"count must be from 1 to {found['M']}, not {count}")
+    check_schedule(schedule, DecodeSchedule)
     selects_R = jnp.ones(found["R"], bool) if selects_R is None else selects_R
     refusal = select_sm90.refusal(q_RxGxD, statistics_NxCx2D)
     run = backend.choose("select_pages", SELECT, implementation, refusal)

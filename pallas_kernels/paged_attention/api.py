@@ -46,9 +46,11 @@ def plan_decode(
     format, page_size: the format and P of `QuantizedPages`; head_dim and dtype are then ignored.
 
     Returns None where the implementation works without a schedule. Raises ValueError if lengths are
-    not [S, K].
+    not [S, K], and for a format without a page size.
     """
     sizes(lengths=(lengths_SxK, "S K"))
+    if format is not None and page_size < 1:
+        raise ValueError(f"page_size must be at least 1 with a format, not {page_size}")
     if not backend.runs_kernels(implementation):
         return None
     if format is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.arguments import check_groups, sizes
+from pallas_kernels.arguments import check_groups, check_options, check_schedule, sizes
 from pallas_kernels.prompt_attention import prompt_sm90, reference, xla
 from pallas_kernels.prompt_attention.prompt_sm90 import PromptSchedule
 
@@ -61,6 +61,13 @@ def plan_prompt_attention(
     )
 
 
+def _check(found: dict[str, int], scale, soft_cap, last_rows: int | None) -> None:
+    check_groups(found["H"], found["K"])
+    check_options(scale, soft_cap)
+    if last_rows is not None and last_rows < 1:
+        raise ValueError(f"last_rows must be at least 1, not {last_rows}")
+
+
 def prompt_attention(
     q_TxHxD,
     k_TxKxD,
@@ -101,9 +108,8 @@ def prompt_attention(
     ValueError if arguments do not fit together, or if the named implementation cannot run them.
     """
     found = sizes(q=(q_TxHxD, "T H D"), k=(k_TxKxD, "T K D"), v=(v_TxKxD, "T K D"))
-    check_groups(found["H"], found["K"])
-    if last_rows is not None and last_rows < 1:
-        raise ValueError(f"last_rows must be at least 1, not {last_rows}")
+    _check(found, scale, soft_cap, last_rows)
+    check_schedule(schedule, PromptSchedule)
     scale = q_TxHxD.shape[-1] ** -0.5 if scale is None else scale
     refusal = prompt_sm90.refusal(q_TxHxD, k_TxKxD, v_TxKxD, scale)
     masks = {"soft_cap": soft_cap, "sliding_window": sliding_window}
@@ -149,8 +155,19 @@ def prompt_chunk_attention(
               over chunks equal the same implementation's sums over the whole prompt bit for bit.
 
     Returns the attention [T, H, D] and the updated sums. A KV head's sum is the maximum over the
-    last axis.
+    last axis. Raises ValueError if arguments do not fit together, or for an unknown implementation.
     """
+    groups = sums_UxKxG.shape[-1] if by_head else 1
+    found = sizes(
+        q=(q_TxHxD, "T H D"), k=(k_UxKxD, "U K D"), v=(v_UxKxD, "U K D"), before=(before, "S"),
+        query_starts=(query_starts, "S+1"), key_starts=(key_starts, "S"), totals=(totals, "S"),
+        sums=(sums_UxKxG, f"U K {groups}"),
+    )  # fmt: skip
+    _check(found, scale, soft_cap, last_rows)
+    if by_head and groups != found["H"] // found["K"]:
+        raise ValueError(
+            f"sums must have the {found['H'] // found['K']} heads of a group, not {groups}"
+        )
     run = backend.choose("prompt_chunk_attention", CHUNKS, implementation)
     return run(
         q_TxHxD, k_UxKxD, v_UxKxD, query_starts, key_starts, before, totals, sums_UxKxG,

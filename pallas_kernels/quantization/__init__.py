@@ -1,4 +1,4 @@
-"""Quantised keys and values: the layout of pages, and the quantiser (LServe §3.1, §3.2)."""
+"""Quantised keys and values: the layout of pages, and the quantiser (LServe §3.2)."""
 
 from pallas_kernels.quantization.codes import ByChannel, Codes, in_planes, out_of_planes
 from pallas_kernels.quantization.format import KVFormat

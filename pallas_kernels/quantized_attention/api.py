@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.arguments import check_groups, sizes
+from pallas_kernels.arguments import check_groups, check_options, check_schedule, sizes
 from pallas_kernels.attention.schedule import DecodeSchedule
 from pallas_kernels.quantized_attention import decode_sm90, reference, tables, xla
 from pallas_kernels.quantized_attention.pages import PageFormat
@@ -82,6 +82,8 @@ def mixed_precision_attention(
     )  # fmt: skip
     H, K, M, D = (found[letter] for letter in "HKMD")
     check_groups(H, K)
+    check_options(scale, soft_cap)
+    check_schedule(schedule, DecodeSchedule)
     runs = tables.runs(len(formats), M, single)
     for format in formats:
         dims = format.keys.head_dim, format.values.head_dim

@@ -11,6 +11,7 @@ from experiments.lib.event_log import read_log, write_log
 from models import load_tokenizer
 from paged.engine import Engine, EngineConfig
 from paged.kv_cache import POLICIES
+from paged.kv_cache.host import HostPolicy
 from paged.kv_cache.vllm import VLLMHost
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.executor import SimulatedExecutor
@@ -205,6 +206,7 @@ def test_a_policy_of_a_relative_module_is_refused():
     [
         ({"options": dict}, "options must be a dataclass"),
         ({"parts": None}, "parts must be a function, not None"),
+        ({"host": "VLLMHost"}, "host must be a function, not 'VLLMHost'"),
         ({"parts": lambda config: {"owner": "blocks"}}, "parts must return Parts, not {"),
     ],
 )
@@ -213,6 +215,22 @@ def test_a_policy_with_wrong_parts_is_refused(monkeypatch, changes, message):
     monkeypatch.setattr("tests.paged.tiny.WRONG", wrong, raising=False)
     with pytest.raises(ValueError, match=f"policy 'tests.paged.tiny:WRONG': {message}"):
         EngineConfig(policy="tests.paged.tiny:WRONG")
+
+
+def test_an_option_without_default_must_be_given(monkeypatch):
+    options = dataclasses.make_dataclass("Needy", [("budget", int)], frozen=True)
+    needy = dataclasses.replace(POLICIES["vllm"], options=options)
+    monkeypatch.setattr("tests.paged.tiny.NEEDY", needy, raising=False)
+    with pytest.raises(ValueError, match=r"policy_options of 'tests.paged.tiny:NEEDY': .*'budget'"):
+        EngineConfig(policy="tests.paged.tiny:NEEDY")
+
+
+def test_a_host_half_without_a_method_is_refused():
+    class Bare(HostPolicy):
+        pass
+
+    with pytest.raises(TypeError, match=r"abstract methods .*'usage'"):
+        Bare()  # type: ignore
 
 
 def test_an_end_of_sequence_outside_the_vocabulary_is_refused():
@@ -234,6 +252,8 @@ def test_an_end_of_sequence_outside_the_vocabulary_is_refused():
         ({"beam_width": 2, "temperature": 0.5}, r"beam search does not take temperature \(0.5\)"),
         ({"beam_width": 2, "stop": ("x",)}, "beam search does not take stop"),
         ({"beam_width": 2, "logprobs": 0}, "beam search does not take logprobs"),
+        ({"length_penalty": 2.0}, r"length_penalty \(2.0\) needs a beam search"),
+        ({"early_stopping": True}, r"early_stopping \(True\) needs a beam search"),
         ({"beam_width": 2, "length_penalty": 11}, "length_penalty must be from -10 to 10, not 11"),
         ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never', not 'soon'"),
     ],

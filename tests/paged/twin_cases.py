@@ -56,6 +56,7 @@ def configs(draw) -> EngineConfig:
     chunked = draw(st.sampled_from([False, True, True]))
     slots = draw(st.integers(1, 10))
     most = draw(st.sampled_from([96, 17, 7, 6]))
+    adapter_slots = draw(st.sampled_from([0, 0, 1, 2, 4]))
     return EngineConfig(
         max_num_seqs=slots,
         max_num_batched_tokens=max(most, slots) if chunked else LONGEST + 4,
@@ -70,8 +71,8 @@ def configs(draw) -> EngineConfig:
         prefix_caching=draw(st.booleans()),
         preemption_mode=draw(st.sampled_from(["auto", "recompute", "swap"])),
         admit_after_swap=draw(st.sampled_from(["completed", "resumed"])),
-        adapter_slots=draw(st.sampled_from([0, 0, 1, 2, 4])),
-        adapter_pages=draw(st.sampled_from([0, 4, 6])),
+        adapter_slots=adapter_slots,
+        adapter_pages=draw(st.sampled_from([0, 4, 6])) if adapter_slots else 0,
         max_overtakes=draw(st.sampled_from([0, 1, 3, 32])),
     )
 

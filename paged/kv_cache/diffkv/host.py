@@ -121,7 +121,7 @@ class DiffKVHost(HostPolicy):
         self._owners = np.zeros(layout.num_slots, np.int64)  # number of each slot's owner
         self._in_flight: dict[int, list[Row]] = {}
         self.moves = Moves()
-        self._host_pool = BlockPool(self.pools[0].num_host_units)
+        self._host_pool = BlockPool(self.pools[0].num_host_units, logged=False)
         self._swapped: dict[int, Swapped] = {}
         self._keys = itertools.count()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paged.kv_cache import made_for
 from paged.kv_cache.diffkv.options import Options
 
 ROUNDING = 1e-6  # tolerance for sums of rounded token counts
@@ -36,22 +37,28 @@ class Recording:
     @classmethod
     def read(cls, path: str | Path, options: Options) -> "Recording":
         """The recording for the options' thresholds. Raises ValueError if these thresholds were not
-        recorded, if another option differs from the recorded one, or if the file is invalid."""
+        recorded, if another option differs from the recorded one, or if the file cannot be read or
+        is invalid."""
+        return made_for.read(str(path), lambda text: cls._parsed(text, options))
+
+    @classmethod
+    def _parsed(cls, text: str, options: Options) -> "Recording":
         try:
-            stored = json.loads(Path(path).expanduser().read_text())
+            stored = json.loads(text)
             found = {(each["alpha_h"], each["alpha_l"]): each for each in stored["recorded"]}
+            recorded = dict(stored["options"])
             wanted = options.alpha_h, options.alpha_l
             if wanted not in found:
                 raise ValueError(
                     f"the recorded alpha_h and alpha_l are {list(found)}, not {wanted}"
                 )
-            for name, value in stored["options"].items():
+            for name, value in recorded.items():
                 if value != getattr(options, name):
                     raise ValueError(f"{name} is {value!r}, not {getattr(options, name)!r}")
             of_alpha = found[wanted]
             return cls.of(stored["lengths"], of_alpha["prompt"], of_alpha["generated"], options)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"recorded compression {str(path)!r}: {error}") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"is no recorded compression: {error!r}") from error
 
     @classmethod
     def of(cls, lengths, prompt, generated, options: Options) -> "Recording":

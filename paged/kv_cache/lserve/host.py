@@ -63,7 +63,7 @@ class LServeHost(HostPolicy):
     """
 
     def __init__(self, config: CacheConfig, model: ShardedModel):
-        self.layout, self._options = layout_of(config, model), config.policy_options
+        self.layout = layout_of(config, model)
         self.pools = pools_of(config, self.layout)
         self.streaming = None
         if self.layout.streams:
@@ -225,10 +225,10 @@ class LServeHost(HostPolicy):
     def gauges(self, report, slots, contexts) -> dict[str, float]:
         """selected_tokens: tokens that a query of a dense head reads in a layer with page
         selection, summed over slots (§3.5)."""
-        options = self._options
-        sparse = contexts >= options.sparse_from
-        selected = np.where(sparse, np.minimum(contexts, options.budget), contexts)
-        return {"selected_tokens": int(selected.sum())}
+        P, newest = self.layout.page_size, contexts - 1
+        selected = (self.layout.selected - 1) * P + newest % P + 1
+        read = np.where(newest // P >= self.layout.all_below, selected, contexts)
+        return {"selected_tokens": int(read.sum())}
 
     def check(self) -> None:
         for part in self.managers:

@@ -246,6 +246,7 @@ def test_an_adapter_beyond_the_engines_dtype_is_refused_as_it_is_added(tmp_path)
         ({"adapter_slots": -1}, "adapter_slots must be from 0 to 4096, not -1"),
         ({"max_adapter_rank": 0}, "max_adapter_rank must be from 1 to 1024, not 0"),
         ({"adapter_pages": 1}, r"adapter_pages \(1\) of 16 ranks must hold .*rank \(32\)"),
+        ({"adapter_slots": 0, "adapter_pages": 4}, r"adapter_pages \(4\) need adapter_slots"),
         ({"max_overtakes": -1}, "max_overtakes must be at least 0"),
         ({"adapter_host_bytes": -1}, "adapter_host_bytes must be"),
     ],

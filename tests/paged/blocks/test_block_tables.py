@@ -172,3 +172,11 @@ def test_double_free_and_overdraft_are_assertions():
         pool.release(blocks)
     with pytest.raises(AssertionError):
         pool.allocate(4)
+
+
+def test_a_pool_that_logs_nothing_keeps_nothing():
+    """Nobody drains the host's pools, so a log would grow with every swap."""
+    for logged, verbs in ((True, ["allocate", "release"]), (False, [])):
+        pool = BlockPool(4, logged=logged)
+        pool.release(pool.allocate(2))
+        assert [verb for verb, _ in pool.drain_operations()] == verbs

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -252,3 +253,35 @@ def test_what_no_runner_can_serve_is_refused(message):
     assert list(cluster.jobs) == ["taken"]
     with pytest.raises(ValueError, match="unknown or has ended"):
         cluster.cancel("nobody")
+
+
+def test_automatic_ids_avoid_the_ids_in_use():
+    cluster, _ = cluster_of(1)
+    cluster.submit([5], request_id="request-1")
+    assert [cluster.submit([5]) for _ in range(2)] == ["request-0", "request-2"]
+
+
+def test_a_cluster_refuses_what_its_runners_refuse():
+    """In 16 bits the same kv_cache_tokens are half as many bytes, and hold fewer of DiffKV's pages
+    than in 32 bits."""
+    options = {"high": "K8V8", "low": "K8V4", "window": 16}
+    config = replace(
+        CONFIG, policy="diffkv", policy_options=options, kv_cache_tokens=96, max_model_len=256,
+        chunked_prefill=False,
+    )  # fmt: skip
+
+    def engine() -> Engine:
+        return Engine(TINY, config, SimulatedExecutor(vocab_size=61, dtype="bfloat16"))
+
+    def refused(add: Callable[..., Any]) -> list[int]:
+        found = []
+        for length in range(4, 250, 6):
+            try:
+                add([5] * length, SamplingParams(max_tokens=1))
+            except ValueError:
+                found.append(length)
+        return found
+
+    cluster = Cluster({"gpu-0": EngineRunner(engine())}, TINY, config, dtype="bfloat16")
+    assert 1 < len(refused(engine().add_request)) < 42
+    assert refused(cluster.submit) == refused(engine().add_request)

@@ -60,6 +60,14 @@ def test_memory_must_hold_prompt_and_watermark():
     assert place(state(a=0), job(prompt=159)) == "a", "an idle GPU keeps nothing for growth"
 
 
+def test_an_idle_gpu_takes_whatever_the_cluster_has_accepted():
+    """With quantised pages, or dropped tokens, far longer prompts fit than there are free tokens
+    of the highest precision."""
+    cluster = state(a=0, b=1)
+    cluster.gpus["a"].free_tokens = 40
+    assert place(cluster, job(prompt=155)) == "a"
+
+
 def test_what_a_runner_says_of_its_memory_counts():
     cluster = state(a=2, b=1)
     cluster.gpus["a"].free_tokens = 19

@@ -122,6 +122,12 @@ REFUSED: dict[str, tuple[SamplingParams, Any]] = {
     "may have 30, and one is to be generated": (SAMPLED, [replace(ONE, tokens=[7] * 30)]),
     "its finish_reason does not say so": (SAMPLED, [replace(ONE, tokens=[7, EOS])]),
     "needs their score": (replace(SAMPLED, best_of=2), [ONE, ONE]),
+    "score of known output must be a finite number": (
+        replace(SAMPLED, best_of=2), [replace(ONE, score="x"), ONE],  # type: ignore
+    ),
+    "ended with 'stop' and has no token": (
+        replace(SAMPLED, n=2), [SequenceOutput([], "", "stop"), ONE],
+    ),
     "2 tokens and 1 log-probabilities": (
         replace(SAMPLED, logprobs=0), [replace(ONE, logprobs=[TokenLogprob(7, -1.0, {})])],
     ),
