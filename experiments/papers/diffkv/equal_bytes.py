@@ -6,8 +6,7 @@ Systems are defined by flags and flag files of configs/ (SYSTEMS). Bytes held ar
 running sequences. Bytes read are the bytes that attention and page selection read for a generated
 token, computed from each policy's layout. Both are shares of the bytes of dense 16-bit pages. Page
 selection over mixed precision is compared with the two policies that it combines, DiffKV and
-LServe. `diffkv_streaming_30` drops tokens by position alone. 30 % of its heads stream: the fewest,
-in steps of a tenth, with which a fifth of 2,048 tokens is dropped.
+LServe.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +34,6 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "duo_attention": ("duo_attention", "--lserve_gates=duo_gates.json", "--kv_dtype=float16"),
     "diffkv": ("diffkv",),
     "diffkv_streaming": ("diffkv", "diffkv_streaming"),
-    "diffkv_streaming_30": (
-        "diffkv", "diffkv_streaming", "--diffkv_streaming_share=0.3", "--diffkv_alpha_l=0",
-    ),
     # Key extremes have 16 bits.
     "diffkv_selected": ("diffkv", "diffkv_selected", "--kv_dtype=float16"),
     "diffkv_streaming_selected": (
@@ -98,8 +94,6 @@ def values(_: BytesFlags, rows: Sequence[Row]) -> Values:
 
     right_*: percent of right answers.
     held_*, read_*: bytes held and read, as shares of 16-bit pages.
-    dropped_*: percent of the tokens that are dropped, if the policy reports it.
-    lost_*, lost_most_*: points below vllm, and the upper bound of the 95 % interval.
     behind_*: points below the best system that holds no more bytes.
     points_to_*, points_low_to_*: points of the combination minus those of DiffKV or LServe, and
         the lower bound of the 95 % interval.
@@ -111,10 +105,6 @@ def values(_: BytesFlags, rows: Sequence[Row]) -> Values:
         best = max(other.score for other in found.values() if bytes_of(other)[0] <= held)
         numbers |= {f"right_{name}": row.score, f"held_{name}": held, f"read_{name}": read}
         numbers[f"behind_{name}"] = best - row.score
-        if row.high is not None and row.low is not None:
-            numbers[f"dropped_{name}"] = 100 * (1 - row.high - row.low - (row.top or 0))
-        if name != VLLM and row.difference is not None and row.difference_low is not None:
-            numbers |= {f"lost_{name}": -row.difference, f"lost_most_{name}": -row.difference_low}
     for pair in accuracy.pairs(rows):
         numbers |= {
             f"points_to_{pair.reference}": pair.difference,

@@ -19,6 +19,7 @@ from experiments.papers.diffkv import (
     equal_bytes,
     equal_bytes_by_context,
     fig11_frontier,
+    streaming_shares,
     systems,
     table3_thinking,
 )
@@ -283,10 +284,32 @@ def test_each_length_has_values_of_its_own():
     assert (numbers["right_diffkv_256"], numbers["right_diffkv_512"]) == (50, 25)
     assert numbers["held_diffkv_512"] == 0.3 and numbers["held_vllm_512"] == 1.0
     assert numbers["right_diffkv"] == 50
-    # Made-up sequences have a half of their tokens in high and a quarter in low precision.
-    assert (numbers["dropped_diffkv"], numbers["lost_diffkv"]) == (25, 50)
-    assert (numbers["lost_most_diffkv"] or 0) >= 50 and "dropped_vllm" not in numbers
     equal_bytes_by_context.draw(flags, Figure(), rows)
+
+
+def test_a_share_of_streaming_heads_drops_a_fifth_of_the_tokens():
+    flags = streaming_shares.ShareFlags(**FLAGS)
+    made = streaming_shares.make_systems(flags)
+    assert list(made) == ["16 bits", "30% streaming", "50% streaming", "30% random heads"]
+    by_gates, _, at_random = (one.policy_options for name, one in made.items() if "%" in name)
+    assert by_gates.streaming_share == at_random.streaming_share == 0.3
+    assert by_gates.gates != at_random.gates and by_gates.alpha_l == 0
+    # Made-up sequences have a half of their tokens in high and a quarter in low precision.
+    right = [True] * 100
+    found = {"16 bits": found_with(right)} | dict.fromkeys([*made][1:], found_with(right, 0.3))
+
+    def report() -> dict[str, Any]:
+        rows = rows_of(found)
+        streaming_shares.draw(flags, Figure(), rows)
+        return streaming_shares.STUDY.report(flags, rows)
+
+    numbers = numbers_of(report())
+    assert numbers["dropped_30_streaming"] == 25 and "dropped_16_bits" not in numbers
+    assert numbers["lost_30_streaming"] == 0 and report()["holds"] is True
+    found["30% streaming"] = found_with(right, 0.31)
+    assert report()["holds"] is False
+    found["30% streaming"] = found_with([False] * 2 + [True] * 98, 0.3)
+    assert numbers_of(report())["lost_most_30_streaming"] >= 2 and report()["holds"] is False
 
 
 def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch):

@@ -1,0 +1,116 @@
+"""Streaming heads over DiffKV's pages: accuracy and memory by the share of heads that stream.
+
+python -m experiments.papers.diffkv.streaming_shares
+
+Streaming heads (LServe §3.3) keep a sink and a window in the high precision, and drop all other
+tokens. Other heads keep all tokens in DiffKV's two precisions (`alpha_l=0`). So tokens are dropped
+by position alone, in heads chosen by DuoAttention's gates. A control drops as many tokens in heads
+chosen at random.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags, Row
+from experiments.lib.typed_flags import flag
+from experiments.papers.diffkv import systems
+from experiments.papers.diffkv.comparison import by_system, draw_families, key_of
+from experiments.papers.lserve.gates import BUNDLED_GATES, JUDGE_GATES, gates_of
+from experiments.study import Values
+
+TASKS = ("multikey", "chain", "values", "cot")
+DROPPED, MEMORY, POINTS = 20.0, 0.30, 1.0  # percent of the tokens, of 16 bits, points
+
+
+@dataclass(frozen=True)
+class ShareFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(TASKS, "tasks of experiments/tasks/tasks.py")
+    contexts: tuple[int, ...] = flag((2048,), "prompt and answer, in tokens")
+    gates: str = flag(BUNDLED_GATES, "as --diffkv_gates", path=True)
+    shares: tuple[float, ...] = flag(
+        (0.3, 0.5), "of the KV heads that stream; the first decides the claim", above=0, most=1
+    )
+    alpha_h: float = flag(1.0, "of high precision, in the other heads", least=0)
+    sink: int = flag(128, "first tokens that streaming heads keep", least=0)
+    local: int = flag(256, "last tokens that streaming heads keep", least=1)
+    control: bool = flag(True, "whether the first share of random heads is asked, too")
+
+
+def label(share: float) -> str:
+    return f"{100 * share:g}% streaming"
+
+
+def control(flags: ShareFlags) -> str:
+    return f"{100 * flags.shares[0]:g}% random heads"
+
+
+def make_systems(flags: ShareFlags) -> accuracy.Systems:
+    gates = gates_of(flags.model, flags.gates)
+
+    def streaming(share: float, gates: Any):
+        return systems.policy(
+            flags, alpha_h=flags.alpha_h, alpha_l=0.0, gates=gates, streaming_share=share,
+            sink=flags.sink, local=flags.local,
+        )  # fmt: skip
+
+    found = {systems.REFERENCE: systems.reference(flags)}
+    found |= {label(share): streaming(share, gates) for share in flags.shares}
+    if flags.control:
+        at_random = np.random.default_rng(flags.seed).random(np.shape(gates)).tolist()
+        found[control(flags)] = streaming(flags.shares[0], at_random)
+    return found
+
+
+def values(_: ShareFlags, rows: Sequence[Row]) -> Values:
+    """Numbers of `by_system`; dropped_SYSTEM, percent of the tokens; and lost_most_SYSTEM, the
+    upper bound of the 95 % interval of lost_SYSTEM."""
+    whole = accuracy.pooled(rows)
+    numbers = dict(by_system(whole))
+    for name, row in whole.items():
+        if row.high is not None and row.low is not None:
+            numbers[f"dropped_{key_of(name)}"] = 100 * (1 - row.high - row.low)
+            numbers[f"lost_most_{key_of(name)}"] = -row.difference_low
+    return numbers
+
+
+def draw(flags: ShareFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    points, divergence = figure.subplots(1, 2)
+    families = {"heads by gates": [label(share) for share in flags.shares]}
+    families["random heads"] = [control(flags)]
+    draw_families(points, divergence, accuracy.pooled(rows), families)
+    points.axhline(-POINTS, color="#999999", linewidth=0.8, linestyle="--")
+    points.axvline(MEMORY, color="#999999", linewidth=0.8, linestyle="--")
+
+
+FIRST = key_of(label(0.3))
+
+STUDY = accuracy.study(
+    __file__,
+    make_systems,
+    title="Streaming heads over DiffKV's pages",
+    claim="a fifth of the tokens can be dropped at 0.30 of the memory of 16 bits and one point",
+    rule=f"with 30 % of the heads streaming: at least {DROPPED:g} % of the tokens dropped, at most "
+    f"{MEMORY:g} of the memory, at most {POINTS:g} point lost",
+    holds=lambda v: (
+        v[f"dropped_{FIRST}"] >= DROPPED
+        and v[f"memory_{FIRST}"] <= MEMORY
+        and v[f"lost_{FIRST}"] <= POINTS
+    ),
+    here="the judge model, four tasks at 2,048 tokens",
+    differs="no paper combines these policies; three quarters of the judge's heads were added in "
+    "training and write little",
+    flags=ShareFlags,
+    values=values,
+    draw=draw,
+    quick=accuracy.QUICK | {"sink": 64, "local": 64, "shares": (0.3,), "control": False},
+    full=accuracy.JUDGE | {"gates": JUDGE_GATES},
+    minutes=(1, 80),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
