@@ -250,7 +250,7 @@ STUDY = Study(
     holds=lambda v: v["score_orders_of_magnitude"] >= 2 * v["norm_orders_of_magnitude"],
     setting=Setting(
         "the judge model, 20 prompts of each of five tasks, 1,024 tokens",
-        "the paper measures Llama-3-8B and others, on MATH, GSM8K and MMLU; 48 of the judge's 64 "
+        "the paper measures Llama-3-8B on articles of Wikitext; 48 of the judge's 64 "
         "KV heads were added by growing",
         "reduced",
     ),

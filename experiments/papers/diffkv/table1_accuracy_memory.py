@@ -174,7 +174,7 @@ STUDY = accuracy.study(
     rule="at most 0.40 of the memory, and the lower bound of the difference above -2 points",
     holds=lambda v: v["kv_memory_fraction"] <= MEMORY_GOAL and v["difference_low"] > GOAL,
     here="the judge model, four tasks at 2,048 tokens",
-    differs="the paper asks Llama-3-8B, Qwen2.5 and QwQ-32B",
+    differs="the paper asks Llama-3 of 8B and 70B, and Qwen2.5 of 7B and 32B",
     flags=MemoryFlags,
     compare=compare,
     values=values,

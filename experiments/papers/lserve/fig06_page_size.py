@@ -75,7 +75,7 @@ def draw(flags: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
 STUDY = accuracy.study(
     __file__,
     systems,
-    title="Flat and hierarchical page selection (LServe Fig. 6)",
+    title="Flat and hierarchical page selection (LServe §3.5, Figs. 6, 13)",
     claim="hierarchical selection with pages of 64 is as good as flat selection with pages of 16",
     rule="at every budget at most 2 points below flat selection at 16",
     holds=lambda v: all(x >= -2 for name, x in v.items() if name.startswith("over_flat_16")),

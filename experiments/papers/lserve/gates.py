@@ -6,7 +6,7 @@ from paged.kv_cache.gates import Gates, read_gates
 
 BUNDLED_GATES = "models/bundled/duo_gates.json"
 JUDGE_GATES = "models/judge/duo_gates.json"
-DIFFERS = "the paper asks Llama-3-8B up to 256k tokens"
+DIFFERS = "the paper asks Llama-3-8B, with 64k to 256k tokens"
 
 
 def gates_of(model: str, gates: str) -> Gates:

@@ -23,7 +23,12 @@ from pallas_kernels.specs import HEADS, Attention
 OP, KERNEL = "paged_attention", "paged_decode"
 SPECS = {16: "llama-3-8b", 32: "llama-3-8b-page32", 64: "llama-3-8b-page64",
          128: "llama-3-8b-page128"}  # fmt: skip
-PAPER = {16: 1.52, 32: 1.25, 64: 1.01, 128: 1.0}  # time over the largest page's, mean over lengths
+PAPER = {
+    16: 1.52,
+    32: 1.25,
+    64: 1.01,
+    128: 1.0,
+}  # time over the largest page's, maximum over lengths
 TARGETS = ("a100", "h200")
 BATCH, BITS = 32, 4
 
@@ -103,7 +108,7 @@ STUDY = Study(
     __file__,
     title="Decode attention by page size (LServe Table 1)",
     kind="not run",
-    claim="small pages are slow: pages of 16 take 1.52 times the time of 128, 64 as long",
+    claim="pages of 16 take up to 1.52 times as long as pages of 128, and pages of 64 as long",
     rule="measured: pages of 16 at least 1.3 times as slow as of 128, of 64 at most 1.1 times",
     holds=lambda v: v["slowdown_16"] >= 1.3 and v["slowdown_64"] <= 1.1,
     setting=Setting(
