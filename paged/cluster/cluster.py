@@ -98,7 +98,9 @@ class Cluster:
         self._rng = np.random.default_rng(config.seed)
         self._runners, self._now = dict(runners), now
         limits = Limits.of(config)
-        gpus = {uuid: Gpu(uuid, limits, limits.kv_tokens) for uuid in self._runners}
+        gpus = {
+            uuid: Gpu(uuid, limits, limits.kv_tokens, limits.kv_tokens) for uuid in self._runners
+        }
         self.state = ClusterState(limits, gpus)
         self.jobs: dict[str, Job] = {}
         self.outputs: dict[str, RequestOutput] = {}
@@ -276,7 +278,7 @@ class Cluster:
         self.num_tokens += num_tokens
 
     def _status(self, gpu: Gpu, status: Status) -> None:
-        gpu.free_tokens = status.free_tokens
+        gpu.free_tokens, gpu.kv_tokens = status.free_tokens, status.kv_tokens
         self.num_adapter_loads += status.adapter_loads - gpu.adapter_loads
         gpu.adapter_loads = status.adapter_loads
         for counted in [each for each in gpu.promised if each in status.working_set]:

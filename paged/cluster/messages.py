@@ -79,6 +79,8 @@ class Status:
 
     working_set: (request id, attempt) of every accepted request that has not ended.
     free_tokens: KV memory, in tokens, that is free once the whole working set is admitted.
+    kv_tokens: free KV memory without requests. A policy that quantises or divides memory has
+        another capacity than kv_cache_tokens.
     newest: if KV memory has run out, id of the latest request, which should move; otherwise None.
     resident_adapters: names of the adapters on the device.
     adapter_loads: loads of adapters to the device so far.
@@ -86,6 +88,7 @@ class Status:
 
     working_set: frozenset[tuple[str, int]]
     free_tokens: int
+    kv_tokens: int
     newest: str | None = None
     resident_adapters: frozenset[str] = frozenset()
     adapter_loads: int = 0

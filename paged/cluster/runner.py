@@ -72,6 +72,7 @@ class EngineRunner:
         self._tells_status = tells_status
         self._tells_figures = tells_figures and tells_status and not keep_records
         self.tally = Tally(engine)
+        self._kv_tokens = engine.host_policy.free_tokens()
         self._next_figures_s = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[Event] = []  # events that `step` has not returned yet
@@ -261,7 +262,7 @@ class EngineRunner:
     def _status(self) -> Status:
         engine, page_size = self.engine, self.engine.config.page_size
         waiting, attempts = engine.scheduler.waiting, self._attempts.values()
-        free = engine.host_policy.usage().free
+        free = engine.host_policy.free_tokens()
         for group in waiting:
             width = 1 if group.search is None else group.sampling.beam_width
             pages = sum(len(s.tokens) // page_size + 1 for s in group.unfinished)
@@ -278,6 +279,7 @@ class EngineRunner:
         return Status(
             working_set=self._working_set,
             free_tokens=free,
+            kv_tokens=self._kv_tokens,
             newest=newest,
             resident_adapters=frozenset(store.ready if store else ()),
             adapter_loads=store.num_loads if store else 0,

@@ -25,7 +25,11 @@ LIGHT = 0.5  # load below which a GPU is lightly loaded; with one such GPU, no m
 
 @dataclass(frozen=True)
 class Limits:
-    """The capacity of each GPU. max_batch: sequences in a batch."""
+    """The capacity of each GPU.
+
+    max_batch: sequences in a batch.
+    kv_tokens: KV memory by the configuration, in tokens.
+    """
 
     max_batch: int
     kv_tokens: int
@@ -104,7 +108,7 @@ class Job:
 class Gpu:
     """One GPU as the scheduler sees it.
 
-    free_tokens: free KV memory, in tokens, by the runner's last status.
+    free_tokens, kv_tokens: free KV memory, in tokens, and all of it, by the runner's last status.
     working_set: its unfinished requests, by id.
     promised: KV tokens of requests that the runner's last status does not include yet, by (id,
         attempt).
@@ -115,6 +119,7 @@ class Gpu:
     uuid: str
     limits: Limits
     free_tokens: int
+    kv_tokens: int
     working_set: dict[str, Job] = field(default_factory=dict)
     promised: dict[tuple[str, int], int] = field(default_factory=dict)
     adapter_loads: int = 0
@@ -129,7 +134,7 @@ class Gpu:
         """The taken share of the batch or of the KV memory, whichever is larger."""
         if not self.working_set:
             return 0.0
-        return max(self.batch / self.limits.max_batch, 1 - self.room / self.limits.kv_tokens)
+        return max(self.batch / self.limits.max_batch, 1 - self.room / self.kv_tokens)
 
     def takes(self, job: Job) -> bool:
         """Whether the job fits into the batch and into KV memory."""

@@ -180,6 +180,10 @@ class HostPolicy(Protocol):
     @abstractmethod
     def usage(self) -> Usage: ...
 
+    def free_tokens(self) -> int:
+        """Free KV memory, in tokens, by which a cluster places requests."""
+        return self.usage().free
+
     @abstractmethod
     def used_units(self) -> dict[str, np.ndarray]:
         """The used units of each pool, in ascending order. Key 'host NAME': the used units of the

@@ -216,6 +216,11 @@ class LServeHost(HostPolicy):
         usage = self.dense.usage()
         return usage + self.streaming.usage() if self.streaming else usage
 
+    def free_tokens(self) -> int:
+        """Of the dense heads. The pool of the streaming heads has room for the windows of
+        max_num_seqs sequences."""
+        return self.dense.free_tokens()
+
     def used_units(self) -> dict[str, np.ndarray]:
         return {name: units for part in self.managers for name, units in part.used_units().items()}
 

@@ -167,7 +167,7 @@ def two_on_one_gpu() -> tuple[Cluster, Status]:
         cluster.submit([5] * 40, SamplingParams(max_tokens=8))
     jobs = cluster.jobs.values()
     working_set = frozenset((job.request.request_id, job.attempt) for job in jobs)
-    return cluster, Status(working_set, free_tokens=8, newest="request-1")
+    return cluster, Status(working_set, free_tokens=8, kv_tokens=100, newest="request-1")
 
 
 def test_a_cancelled_steps_tokens_are_dropped():
@@ -285,3 +285,23 @@ def test_a_cluster_refuses_what_its_runners_refuse():
     cluster = Cluster({"gpu-0": EngineRunner(engine())}, TINY, config, dtype="bfloat16")
     assert 1 < len(refused(engine().add_request)) < 42
     assert refused(cluster.submit) == refused(engine().add_request)
+
+
+def test_memory_of_streaming_heads_makes_no_room_for_dense_ones():
+    options = {
+        "gates": [[0.9, 0.1]] * 2, "streaming_share": 0.5, "sink": 4, "local": 4, "budget": 12,
+        "logical_page": 4, "reuse": 4,
+    }  # fmt: skip
+    config = replace(
+        CONFIG, policy="lserve", policy_options=options, max_num_batched_tokens=8,
+        kv_cache_tokens=208,
+    )  # fmt: skip
+    cluster, runners = cluster_of(1, config)
+    runner, gpu = runners["gpu-0"], cluster.state.gpus["gpu-0"]
+    how = SamplingParams(max_tokens=2)
+    while gpu.free_tokens > 40 and len(cluster.jobs) < 6:
+        cluster.submit([5] * 40, how)
+        runner.work()
+        cluster.receive("gpu-0", runner.outbox.popleft())
+    assert runner.engine.host_policy.usage().free > 48 and gpu.batch < 6
+    assert cluster.jobs[cluster.submit([5] * 40, how)].gpu is None

@@ -31,7 +31,7 @@ def state(**batches: int) -> ClusterState:
     """GPUs by UUID. batches: number of sequences of each, with prompts of 3 tokens, a page each."""
     found = ClusterState(LIMITS)
     for uuid, batch in batches.items():
-        gpu = found.gpus[uuid] = Gpu(uuid, LIMITS, LIMITS.kv_tokens)
+        gpu = found.gpus[uuid] = Gpu(uuid, LIMITS, LIMITS.kv_tokens, LIMITS.kv_tokens)
         for _ in range(batch):
             gpu.add(job())
     return found
@@ -72,6 +72,13 @@ def test_what_a_runner_says_of_its_memory_counts():
     cluster = state(a=2, b=1)
     cluster.gpus["a"].free_tokens = 19
     assert place(cluster, job()) == "b"
+
+
+def test_load_is_of_the_memory_that_the_runner_has():
+    """With LServe, or with quantised pages, that is another number than kv_cache_tokens."""
+    gpu = state(a=1).gpus["a"]
+    gpu.free_tokens, gpu.kv_tokens = 20, 40
+    assert gpu.load == 1 - (20 - 4) / 40
 
 
 def test_the_newest_is_evicted_never_the_last():
