@@ -8,7 +8,6 @@ pages with flat pages of 16, 32 and 64 tokens at the same budget (Fig. 6 a to d)
 logical pages of 16 (Fig. 13). A prompt has many records, and the question names one of them.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from experiments.papers.lserve.gates import DIFFERS
 from experiments.study import Values
 
 DENSE, HIERARCHICAL = "dense", "hierarchical, 64"
-FLAT = {f"flat, {page}": page for page in (16, 32, 64)}
+FLAT = (16, 32, 64)  # tokens of flat pages
 POINTS = 2.0  # most points that hierarchical pages lose to flat pages of 16, and flat ones more
 
 
@@ -33,22 +32,29 @@ class PagingFlags(NeedleFlags):
     contexts: tuple[int, ...] = flag((1024, 2048, 4096), "prompt and answer, in tokens")
     budgets: tuple[int, ...] = flag((256,), "tokens that a query reads; the first is drawn",
                                     least=192)  # fmt: skip
+    flat_pages: tuple[int, ...] = flag(FLAT, "tokens of flat pages, of which 16 and 64 decide")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not {16, 64} <= {*self.flat_pages} <= {*FLAT}:
+            raise ValueError(f"--flat_pages must be 16, 64 and maybe 32, not {self.flat_pages}")
 
 
-def maps(budget: int) -> Iterator[tuple[str, int, int, int]]:
+def maps(flags: PagingFlags, budget: int) -> Iterator[tuple[str, int, int, int]]:
     """Name, tokens of a page and of a logical page, and budget of each map but the dense one."""
-    for name, page in FLAT.items():
-        yield pages.label(name, budget), page, page, budget
-    for name, page in itertools.islice(FLAT.items(), 1, None):
-        grown = budget * page // FLAT["flat, 16"]
-        yield pages.label(name, grown), page, page, grown
+    chosen = sorted({*flags.flat_pages})
+    for page in chosen:
+        yield pages.label(f"flat, {page}", budget), page, page, budget
+    for page in chosen[1:]:
+        grown = budget * page // 16
+        yield pages.label(f"flat, {page}", grown), page, page, grown
     yield pages.label(HIERARCHICAL, budget), 64, 16, budget
 
 
 def systems(flags: PagingFlags) -> accuracy.Systems:
     found = {DENSE: accuracy.config_of(flags)}
     for budget in flags.budgets:
-        found |= {name: pages.config(flags, *of) for name, *of in maps(budget)}
+        found |= {name: pages.config(flags, *of) for name, *of in maps(flags, budget)}
     return found
 
 
@@ -58,7 +64,7 @@ def values(flags: PagingFlags, rows: Sequence[Row]) -> Values:
     right = {row.system: percent_right(rows, row.system) or 0.0 for row in rows}
     numbers: dict[str, float | None] = {f"right_{_key(n)}": each for n, each in right.items()}
     for budget in flags.budgets:
-        small, *others = (name for name, *_ in maps(budget))
+        small, *others = (name for name, *_ in maps(flags, budget))
         for name in others:
             numbers[f"over_flat_16_at_{budget}_{_key(name)}"] = right[name] - right[small]
     return numbers
@@ -76,7 +82,7 @@ def holds(found: Mapping[str, float]) -> bool:
 
 
 def draw(flags: PagingFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    names = [DENSE, *(name for name, *_ in maps(flags.budgets[0]))]
+    names = [DENSE, *(name for name, *_ in maps(flags, flags.budgets[0]))]
     needle.draw(flags, figure, [row for row in rows if row.system in names])
 
 

@@ -1,6 +1,7 @@
 """Studies of accuracy: the prompts for each system, and the verdicts on the answers."""
 
 import csv
+import dataclasses
 import json
 
 import numpy as np
@@ -119,6 +120,10 @@ def test_maps_have_flat_pages_at_equal_budgets_and_at_budgets_that_grow_with_the
         "flat, 64, budget 1024": (64, 64, 1024),
         "hierarchical, 64, budget 256": (64, 16, 256),
     }
+    flags = paging.PagingFlags(**FLAGS | {"tasks": ("multikey",)}, flat_pages=(16, 64))
+    assert len(paging.systems(flags)) == 5
+    with pytest.raises(ValueError, match="--flat_pages must be 16, 64 and maybe 32"):
+        dataclasses.replace(flags, flat_pages=(32, 64))
 
 
 @pytest.mark.parametrize(
