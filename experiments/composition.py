@@ -150,14 +150,20 @@ class Bench:
 
 def compare(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> None:
     """Raise Wrong unless all tokens are equal, up to the first near tie."""
-    for a, b in zip(ours, theirs, strict=True):
-        for s, t in zip(a.sequences, b.sequences, strict=True):
+    for a, b in _paired(ours, theirs, "requests"):
+        for s, t in _paired(a.sequences, b.sequences, "sequences"):
             at = num_common(s.tokens, t.tokens)
             if at == min(len(s.tokens), len(t.tokens)):
                 if len(s.tokens) != len(t.tokens):
                     raise Wrong(f"{len(s.tokens)} tokens, not {len(t.tokens)}")
             elif t.logprobs is None or lead(t.logprobs[at]) > NEAR_TIE:
                 raise Wrong(f"token {at} is {s.tokens[at]}, not {t.tokens[at]}")
+
+
+def _paired[T](ours: Sequence[T], theirs: Sequence[T], what: str) -> list[tuple[T, T]]:
+    if len(ours) != len(theirs):
+        raise Wrong(f"{len(ours)} {what}, not {len(theirs)}")
+    return list(zip(ours, theirs))
 
 
 def lead(entry: TokenLogprob) -> float:
@@ -168,7 +174,10 @@ def lead(entry: TokenLogprob) -> float:
 
 def close(ours: Sequence[TokenLogprob | None] | None, theirs: Any) -> None:
     """Raise Wrong unless all log-probabilities are equal, within SAME_LOGPROB."""
-    pairs = [(a, b) for a, b in zip(ours or (), theirs, strict=True) if a is not None]
+    both = _paired(ours or (), theirs, "log-probabilities")
+    pairs = [(a, b) for a, b in both if a is not None and b is not None]
+    if not pairs:
+        raise Wrong("no log-probability")
     far = max(abs(a.logprob - b.logprob) for a, b in pairs)
     if far > SAME_LOGPROB:
         raise Wrong(f"a log-probability differs by {far:.3g}")

@@ -10,6 +10,7 @@ from experiments.composition import (
     Cell,
     Wrong,
     cell,
+    close,
     compare,
     markdown,
 )
@@ -29,6 +30,16 @@ def test_other_tokens_are_wrong_but_for_near_ties():
         compare([output(3, 4)], [output(3, 6)])
     with pytest.raises(Wrong, match="1 tokens, not 2"):
         compare([output(3)], [output(3, 4)])
+
+
+def test_what_is_missing_is_wrong_and_not_refused():
+    with pytest.raises(Wrong, match="0 requests, not 1"):
+        compare([], [output(3)])
+    entries = output(3).sequences[0].logprobs
+    with pytest.raises(Wrong, match="0 log-probabilities, not 1"):
+        close(None, entries)
+    with pytest.raises(Wrong, match="no log-probability"):
+        close([None], entries)
 
 
 def test_a_refusal_is_a_verdict_with_its_reason():

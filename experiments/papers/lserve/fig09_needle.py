@@ -41,6 +41,8 @@ class NeedleFlags(AccuracyFlags):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.problems:
+            raise ValueError("--problems have no known depth: only --tasks can be asked")
         if self.tasks not in (("needle",), ("multikey",)):
             raise ValueError("--tasks must be needle or multikey: others have no single depth")
 

@@ -122,6 +122,8 @@ def test_maps_have_flat_pages_at_equal_budgets_and_at_budgets_that_grow_with_the
     }
     flags = paging.PagingFlags(**FLAGS | {"tasks": ("multikey",)}, flat_pages=(16, 64))
     assert len(paging.systems(flags)) == 5
+    with pytest.raises(ValueError, match="--problems have no known depth"):
+        dataclasses.replace(flags, problems=("ruler.jsonl",))
     with pytest.raises(ValueError, match="--flat_pages must be 16, 64 and maybe 32"):
         dataclasses.replace(flags, flat_pages=(32, 64))
 
