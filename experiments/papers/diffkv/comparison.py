@@ -25,6 +25,11 @@ def key_of(system: str) -> str:
     return re.sub(r"\W+", "_", system).lower()
 
 
+def dropped(row: Row) -> float:
+    """Percent of dropped tokens."""
+    return 100 * (1 - (row.high or 0.0) - (row.low or 0.0) - (row.top or 0.0))
+
+
 def by_system(whole: Mapping[str, Row]) -> Values:
     """right_SYSTEM, lost_SYSTEM, memory_SYSTEM: percent of right answers, points lost to 16 bits,
     and KV memory over 16-bit pages, None if the policy does not report it."""

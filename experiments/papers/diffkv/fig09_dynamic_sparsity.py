@@ -18,7 +18,7 @@ from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
-from experiments.papers.diffkv.comparison import at_no_less_memory, by_system, key_of
+from experiments.papers.diffkv.comparison import at_no_less_memory, by_system, dropped, key_of
 from experiments.study import Values
 
 TASKS = ("needle", "multikey", "chain", "values", "cot")
@@ -57,11 +57,6 @@ def make_systems(flags: SparsityFlags) -> accuracy.Systems:
         for name, chosen in family.items():
             found[name] = systems.policy(flags, high="K16V16", low="K16V16", **chosen)
     return found
-
-
-def dropped(row: Row) -> float:
-    """Percent of dropped tokens."""
-    return 100 * (1 - (row.high or 0.0) - (row.low or 0.0))
 
 
 def compare(flags: SparsityFlags, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:

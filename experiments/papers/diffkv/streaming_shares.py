@@ -19,7 +19,7 @@ from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
-from experiments.papers.diffkv.comparison import by_system, draw_families, key_of
+from experiments.papers.diffkv.comparison import by_system, draw_families, dropped, key_of
 from experiments.papers.lserve.gates import BUNDLED_GATES, JUDGE_GATES, gates_of
 from experiments.study import Values
 
@@ -72,8 +72,8 @@ def values(_: ShareFlags, rows: Sequence[Row]) -> Values:
     whole = accuracy.pooled(rows)
     numbers = dict(by_system(whole))
     for name, row in whole.items():
-        if row.high is not None and row.low is not None:
-            numbers[f"dropped_{key_of(name)}"] = 100 * (1 - row.high - row.low)
+        if row.high is not None:
+            numbers[f"dropped_{key_of(name)}"] = dropped(row)
             numbers[f"lost_most_{key_of(name)}"] = -row.difference_low
     return numbers
 
