@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy, evaluate
 from experiments.accuracy import AccuracyFlags, Row, measured
 from experiments.lib.answers import ALL
+from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import fig02_distributions as distributions
 from experiments.papers.lserve import attention_concentration, duo_gates
@@ -90,10 +91,8 @@ class Spread:
 
 def problems_of(flags: QualifyFlags, tokenizer) -> Problems:
     """The prompts on which attention is measured. Raises ValueError if the model's context is too
-    short, or no task fits."""
-    longest = checkpoint.load_config(flags.model).max_position_embeddings
-    if flags.spread_context > longest:
-        raise ValueError(f"--spread_context must be at most the model's longest, {longest}")
+    short, if its attention is not plain, or if no task fits."""
+    check_model(flags.model, [flags.spread_context])
     pairs = [
         (task, flags.spread_context)
         for task in flags.tasks

@@ -31,7 +31,6 @@ studies.
 import functools
 import importlib
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
@@ -231,7 +230,7 @@ def main(flags: ReproduceFlags, nowhere: None) -> int:
             print(f"{study.name}: {at}; the result stands, in {folders[study.name]}/")
         else:
             todo.append(study)
-    for ended in run_all(todo, flags.scale, folders, flags.jobs or os.cpu_count() or 1):
+    for ended in run_all(todo, flags.scale, folders, flags.jobs or run_record.cpu_cores()):
         if ended > 128:  # a signal
             status = ended
             break

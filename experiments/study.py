@@ -18,7 +18,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,7 +120,7 @@ def in_processes[T, R](
 
     jobs: the value of `jobs_flag`.
     """
-    jobs = min(jobs or os.cpu_count() or 1, len(tasks))
+    jobs = min(jobs or run_record.cpu_cores(), len(tasks))
     if jobs < 2:
         for task in tasks:
             if stopped():

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.gpu.step_report import MOST_TEMPORARY, Report, Step, report_of, show
-from experiments.lib import run_record
+from experiments.lib import run_record, shipped
 from experiments.lib.engines import GPU_PAGE_SIZE
 from experiments.lib.program import Program, refusals
 from experiments.lib.typed_flags import Flags, ModelFlags, Output, flag
@@ -53,7 +53,6 @@ from pallas_kernels.tools import aot
 from pallas_kernels.tools.compiled import spilled_bytes
 from pallas_kernels.tools.targets import TARGETS
 
-MODELS = Path(__file__).parents[2] / "configs" / "models"
 WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": 1}
 MEMORY_SHARE = 0.7  # share of a GPU's memory for weights and KV pools; JAX's default is 0.75
 HELP = help_of(EngineConfig)
@@ -63,7 +62,7 @@ HELP = help_of(EngineConfig)
 class StepFlags(Flags):
     model: str = flag(
         "llama-3-8b", "whose shapes; weights are not read",
-        choices=sorted(path.parent.name for path in MODELS.glob("*/config.json")),
+        choices=sorted(path.parent.name for path in shipped.MODELS.glob("*/config.json")),
     )  # fmt: skip
     layers: int | None = flag(None, "compile so many of its layers", least=3)
     target: str = flag("h200", "GPU", choices=sorted(TARGETS))
@@ -89,7 +88,7 @@ def compile_step(flags: StepFlags) -> tuple[Report, str]:
 
     Raises ValueError if the model or the sequences do not fit, and without the extra `aot`.
     """
-    model = checkpoint.load_config(MODELS / flags.model)
+    model = checkpoint.load_config(shipped.MODELS / flags.model)
     if flags.layers:
         model = model.replace(num_layers=flags.layers)
     step = Step(

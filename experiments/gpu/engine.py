@@ -4,12 +4,12 @@ A separate module, because experiments.gpu.check must also run without the engin
 """
 
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib import shipped
 from experiments.lib.engines import GPU_PAGE_SIZE
 from models import checkpoint
 from models import params as parameters
@@ -21,7 +21,7 @@ from paged.simulator.roofline import step_cost
 from paged.tensor_parallel import Shards
 from pallas_kernels.specs import Cost
 
-LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3-8b"
+LLAMA = shipped.MODELS / "llama-3-8b"
 STEPS = 20  # dispatched back to back; the host waits only for the last step
 
 

@@ -20,7 +20,6 @@ from paged.simulator.cost_model import Op, Product
 from paged.simulator.layer import layer_ops
 
 ENDING = "-layer-times.csv"
-MODELS = shipped.ROOT / "configs" / "models"
 # Vidur's column names -> our op names. Only one of a layer's two residual sums is measured.
 OPS = {
     "input_layernorm": "attention_norm",
@@ -67,7 +66,7 @@ def layer_times(
     model: str, shards: int, tokens: np.ndarray, seconds: dict[str, np.ndarray], file: str
 ) -> LayerTimes:
     """The times with their ops. Raises ValueError if the model cannot be split over the GPUs."""
-    sharded = ShardedModel.split(checkpoint.load_config(MODELS / model), shards)
+    sharded = ShardedModel.split(checkpoint.load_config(shipped.MODELS / model), shards)
     ops = layer_ops(sharded, tokens)
     measured = {name: ops[name] for name in seconds}
     return LayerTimes(model, shards, tokens, seconds, measured, file)
@@ -90,7 +89,7 @@ def read(folder: str | Path, gpu: str) -> tuple[list[LayerTimes], list[str]]:
     if not mine:
         there = ", ".join(path.name for path in paths) or "none"
         raise ValueError(f"{folder} has no MODEL-{gpu}{ENDING}; such files there: {there}")
-    known = {_plain(each.name): each.name for each in sorted(MODELS.iterdir())}
+    known = {_plain(each.name): each.name for each in sorted(shipped.MODELS.iterdir())}
     models = {path: known.get(_plain(path.name.removesuffix(name))) for path, name in mine}
     left_out = [path.name for path, model in models.items() if model is None]
     if len(left_out) == len(models):
@@ -105,7 +104,7 @@ def _plain(name: str) -> str:
 
 
 def _read(path: Path, model: str) -> Iterator[LayerTimes]:
-    whole = ShardedModel.split(checkpoint.load_config(MODELS / model))
+    whole = ShardedModel.split(checkpoint.load_config(shipped.MODELS / model))
     has = layer_ops(whole, 1)  # OPT has no rotations
     ops = {theirs: ours for theirs, ours in OPS.items() if ours in has}
     wanted = ["num_tokens", "tensor_parallel", *(f"{name}_ms" for name in ops)]

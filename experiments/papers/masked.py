@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.tasks import tasks
-from models import checkpoint, load_tokenizer
+from models import load_tokenizer
 from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
@@ -55,17 +55,6 @@ def questions(model: str, task: str, context: int, num: int, seed: int) -> list[
     if min(len(each.answer) for each in found) < 2:
         raise ValueError(f"answers of {task} must have at least two tokens")
     return found
-
-
-def check_model(model: str, contexts: Iterable[int]) -> ModelConfig:
-    """Raises ValueError for a model whose attention has more than a causal mask, or too few
-    positions."""
-    config = checkpoint.load_config(model)
-    if config.attention.soft_cap is not None or any(config.attention.windows):
-        raise ValueError("--model must have neither sliding windows nor a soft cap of attention")
-    if max(contexts) > (most := config.max_position_embeddings):
-        raise ValueError(f"a context is at most the model's {most} positions")
-    return config
 
 
 def check_distinct(**flags: Sequence) -> None:

@@ -1,10 +1,10 @@
-"""Finetune LoRA adapters of the bundled model, each for its own answer format (Punica §2.2).
+"""Finetune LoRA adapters, each for its own answer format (Punica §2.2).
 
-Each adapter learns one of `experiments.tasks.answer_formats`, in a minute or two on two CPU cores,
-and is written in PEFT's format. Every `evaluate_every` steps the engine serves the current adapter
-on prompts that are not in the training data. Training ends when enough answers are exact. The last
-evaluation, with and without the adapter, uses other prompts, which did not determine the end of
-training.
+The base model is the bundled one, or another of Llama's family. Each adapter learns one of
+`experiments.tasks.answer_formats`, in a minute or two on two CPU cores, and is written in PEFT's
+format. Every `evaluate_every` steps the engine serves the current adapter on prompts that are not
+in the training data. Training ends when enough answers are exact. The last evaluation, with and
+without the adapter, uses other prompts, which did not determine the end of training.
 
     python -m experiments.train.lora --output_dir=results/lora
     python -m experiments.serve --workload=tasks:needle,multikey --adapter_slots=4 \\
@@ -26,17 +26,19 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from experiments.lib import program, report, run_record
+from experiments.lib import program, report, run_record, shipped
 from experiments.lib.engines import engine_config, load_engine
+from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, ModelFlags, Output, flag, part
 from experiments.tasks import answer_formats, tasks
 from experiments.tasks.tasks import TaskPrompt
 from experiments.train.data import TrainingData
 from experiments.train.trainer import loss_fn
 from experiments.workloads.tenants import RECORD
-from models import checkpoint, llama, peft
+from models import checkpoint, llama, load_tokenizer, peft
 from models.config import ModelConfig
 from models.families import family
+from models.hub import find
 from models.lora import Lora
 from paged import checks
 from paged.checks import described, help_of
@@ -176,10 +178,12 @@ def exact_match(
     }
 
 
-def make_prompts(contexts: Sequence[int], num: int, seed: int) -> dict[str, list[TaskPrompt]]:
-    """'task@context' → `num` prompts with the bundled model's own answers."""
+def make_prompts(
+    contexts: Sequence[int], num: int, seed: int, tokenizer
+) -> dict[str, list[TaskPrompt]]:
+    """'task@context' → `num` prompts with the tasks' own answers."""
     return {
-        f"{task}@{context}": tasks.make_prompts(task, context, num, seed)
+        f"{task}@{context}": tasks.make_prompts(task, context, num, seed, tokenizer)
         for context in contexts
         for task in answer_formats.TASKS
     }
@@ -191,13 +195,15 @@ def expecting(prompts: Mapping[str, Sequence[TaskPrompt]], name: str) -> dict[st
 
 
 def train(
-    name: str, rank: int, options: Options, p, engine: Engine, folder: Path
+    name: str, rank: int, options: Options, base: str, p, engine: Engine, folder: Path
 ) -> dict[str, Any]:
-    """Train one adapter and write it to `folder`; returns its steps, seconds and log."""
-    stopping = expecting(make_prompts([CONTEXT], options.evaluation_prompts, STOPPING_SEED), name)
-    data = TrainingData(
-        options.seed, 0.0, options.corpus_characters, partial(answer_formats.answer, name)
-    )
+    """Train one adapter of the model `base`, with parameters `p`, and write it to `folder`; returns
+    its steps, seconds and log."""
+    tokenizer = load_tokenizer(base)
+    stopping = make_prompts([CONTEXT], options.evaluation_prompts, STOPPING_SEED, tokenizer)
+    stopping = expecting(stopping, name)
+    rewrite = partial(answer_formats.answer, name)
+    data = TrainingData(options.seed, 0.0, options.corpus_characters, rewrite, tokenizer)
     optimizer = make_optimizer(options.learning_rate, options.steps)
     weights = initialise(engine.model, rank, jax.random.key(options.seed))
     state, log, began, steps = optimizer.init(weights), [], time.monotonic(), 0
@@ -212,7 +218,7 @@ def train(
             bar.update()
             if steps % options.evaluate_every and steps < options.steps:
                 continue
-            peft.save(folder, to_lora(weights), engine.model, base="models/bundled")
+            peft.save(folder, to_lora(weights), engine.model, base=shipped.named(str(find(base))))
             engine.add_adapter(name, folder)
             exact = exact_match(generate(engine, stopping, name), stopping)
             tokens_right = float(right.sum() / total.sum())
@@ -232,14 +238,17 @@ def main(flags: LoraFlags, output: Output) -> None:
         model = checkpoint.load_config(flags.model)
         if family(model) is not llama:
             raise ValueError(f"--model={flags.model} is {model.model_type}: not of Llama's family")
+        check_model(flags.model, CONTEXTS)
         config = engine_config(
             model, max_model_len=CONTEXTS[-1] + 16, max_num_seqs=4, max_num_batched_tokens=64,
             kv_cache_tokens=4096, adapter_slots=1, max_adapter_rank=max(wanted.values()),
         )  # fmt: skip
+        last = make_prompts(
+            CONTEXTS, 2 * how.evaluation_prompts, LAST_SEED, load_tokenizer(flags.model)
+        )
         engine = load_engine(config, model=flags.model)
     p = checkpoint.load(flags.model)[1]
     base, environment = checkpoint.weights_hash(flags.model), run_record.describe_environment()
-    last = make_prompts(CONTEXTS, 2 * how.evaluation_prompts, LAST_SEED)
     without = generate(engine, last, None)
     numbers: dict[str, float] = {}
     trained = {}
@@ -248,7 +257,7 @@ def main(flags: LoraFlags, output: Output) -> None:
         record: dict[str, Any] = dict(
             answer_format=name, rank=rank, base_weights_sha256=base, options=asdict(how)
         )
-        record |= train(name, rank, how, p, engine, folder)
+        record |= train(name, rank, how, flags.model, p, engine, folder)
         asked = expecting(last, name)
         record["exact_match"] = exact_match(generate(engine, asked, name), asked)
         record["exact_match_without_adapter"] = exact_match(without, asked)

@@ -166,7 +166,7 @@ QUALIFY = [
     ("--tasks=needle,juggle", "unknown task 'juggle'; allowed: needle"),
     ("--contexts=12", "contexts are token counts from 256"),
     ("--contexts=many", "flag --contexts=many: invalid literal"),
-    ("--spread_context=2048", "--spread_context must be at most the model's longest, 1024"),
+    ("--spread_context=2048", "a context is at most the model's 1024 positions, not 2048"),
     ("--tasks=cot_long --spread_context=256 --contexts=512", "no task fits --spread_context"),
     ("--spread_context=512", "FOLDER/duo_gates.json: No such file or directory"),
     (

@@ -25,6 +25,10 @@ SYSTEMS = (
 )  # fmt: skip
 
 
+def contexts_of(rows: Sequence[Row]) -> list[int]:
+    return sorted({row.context for row in rows if row.task != ALL})
+
+
 def at(rows: Sequence[Row], system: str, context: int) -> tuple[float, float, float]:
     """(percent of right answers, bytes held, bytes read), means over a context's tasks."""
     mine = [
@@ -41,23 +45,23 @@ def values(flags: BytesFlags, rows: Sequence[Row]) -> Values:
     """The values of equal_bytes.py over all prompts, and right_*, held_* and read_* by context."""
     numbers = dict(equal_bytes.values(flags, rows))
     for system in accuracy.pooled(rows):
-        for context in flags.contexts:
+        for context in contexts_of(rows):
             found = zip(("right", "held", "read"), at(rows, system, context), strict=True)
             numbers |= {f"{name}_{system}_{context}": value for name, value in found}
     return numbers
 
 
-def draw(flags: BytesFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    panels = figure.subplots(1, 2, sharey=True)
+def draw(_: BytesFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    panels, contexts = figure.subplots(1, 2, sharey=True), contexts_of(rows)
     for system in accuracy.pooled(rows):
-        points = np.array([at(rows, system, context) for context in flags.contexts])
+        points = np.array([at(rows, system, context) for context in contexts])
         sizes = [3 + 3 * i for i in range(len(points))]
         for axes, shares in zip(panels, (points[:, 1], points[:, 2])):
             (line,) = axes.plot(shares, points[:, 0], linewidth=0.8, label=system)
             axes.scatter(shares, points[:, 0], np.square(sizes), color=line.get_color())
     for axes, word in zip(panels, ("held", "read")):
         axes.set(xlabel=f"bytes {word}, of 16-bit dense pages", ylabel="right answers (%)")
-    lengths = ", ".join(f"{context:,}" for context in flags.contexts)
+    lengths = ", ".join(f"{context:,}" for context in contexts)
     panels[1].legend(frameon=False, fontsize="small", title=f"{lengths} tokens: larger points")
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import FigureBase
 
+from experiments.lib import shipped
 from experiments.papers import mechanisms
 from experiments.papers.diffkv.systems import PAGE_SIZE
 from experiments.papers.mechanisms import COLOURS, FREE, GREY, Mechanism, arrow, box, tile
@@ -25,7 +26,7 @@ from pallas_kernels.quantization import KVFormat
 
 DROPPED, LOW, HIGH = range(3)
 SHADES = (FREE, "#e0a030", "#2f6b9a")
-TOKENS, WINDOW = 5, 1
+WINDOW = 1
 # Mean attention [request, head, token]. The first head attends to few tokens, the second to all.
 MEANS = np.array([
     [[0.9, 0.02, 0.3, 0.004, 0.3], [0.5, 0.4, 0.3, 0.3, 0.3]],
@@ -173,7 +174,7 @@ def fig06() -> Mechanism:
 
 def fig07() -> Mechanism:
     """Each worker has a memory manager for its own heads; the scheduler sees page counts only."""
-    workers, model = 2, checkpoint.load_config("configs/models/llama-3-8b")
+    workers, model = 2, checkpoint.load_config(shipped.MODELS / "llama-3-8b")
     config = EngineConfig(
         policy="diffkv", tensor_parallel=workers, page_size=PAGE_SIZE, chunked_prefill=False,
         max_num_batched_tokens=4096,

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from tqdm import tqdm
 
+from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
 from experiments.tasks import tasks
@@ -128,10 +129,9 @@ def rows_of(task: str, found: Sequence[Prompt]) -> Iterator[Row]:
 
 
 def prompts_of(flags: PromptFlags) -> dict[str, list]:
-    """Prompts by task. Raises ValueError for an unknown task, and for too long a context."""
-    longest = checkpoint.load_config(flags.model).max_position_embeddings
-    if flags.context_length > longest:
-        raise ValueError(f"--context_length must be at most the model's longest, {longest}")
+    """Prompts by task. Raises ValueError for an unknown task, for too long a context, and for a
+    model whose attention is not plain."""
+    check_model(flags.model, [flags.context_length])
     tokenizer, length = load_tokenizer(flags.model), flags.context_length
     return {
         task: tasks.make_prompts(task, length, flags.num_prompts, flags.seed, tokenizer)

@@ -205,6 +205,7 @@ STUDY = Study(
     ),
     flags=ManagementFlags,
     measure=measure,
+    check=lambda flags: gpu.check(flags, flags.models, (DIFFKV,), 0),
     values=values,
     paper={f"most_{PROMPTS}": (0.0, 0.002), f"most_{GENERATION}": (0.0, 0.009)},
     draw=draw,

@@ -40,8 +40,9 @@ class BatchFlags(SimulatedFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        if min(self.tokens) <= self.prompt:
-            raise ValueError(f"--tokens must be more than --prompt ({self.prompt})")
+        least = self.prompt + 2  # two decode steps, because the last token is never an input
+        if min(self.tokens) < least:
+            raise ValueError(f"--tokens must be at least {least}, two more than --prompt")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ STUDY = Study(
     ),
     flags=BatchFlags,
     measure=measure,
+    check=lambda flags: gpu.check(flags, flags.models, (DIFFKV,), 0),
     values=values,
     paper={f"batch_speedup_{model}_4096": (1.4, 1.6) for model in MODELS},
     draw=draw,

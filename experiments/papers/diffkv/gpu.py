@@ -119,7 +119,7 @@ class SimulatedFlags(Flags):
 
 @functools.cache
 def model_of(name: str) -> ModelConfig:
-    return checkpoint.load_config(f"configs/models/{name}")
+    return checkpoint.load_config(shipped.MODELS / name)
 
 
 def options_of(system: str, server: Server) -> dict[str, Any]:

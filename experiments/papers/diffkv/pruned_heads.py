@@ -21,6 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
@@ -222,7 +223,7 @@ def retrieval_heads(flags: HeadFlags) -> np.ndarray:
 
 
 def check(flags: HeadFlags) -> None:
-    masked.check_model(flags.model, [flags.context])
+    check_model(flags.model, [flags.context])
     retrieval_heads(flags)
     for task in flags.tasks:
         shortest = min(len(each.prompt) for each in questions_of(flags, task)) - WINDOW

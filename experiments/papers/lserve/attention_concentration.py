@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record
+from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks import tasks
@@ -171,7 +172,9 @@ def rows_of(task: str, found: Sequence[np.ndarray]) -> Iterator[Row]:
 
 
 def prompts_of(flags: AttentionFlags, tokenizer) -> dict[str, list[tasks.TaskPrompt]]:
-    """Prompts by task. Raises ValueError for an unknown task, and for one that does not fit."""
+    """Prompts by task. Raises ValueError for an unknown task, for one that does not fit, and for a
+    model whose attention is not plain."""
+    check_model(flags.model, [flags.context_length])
     lengths = flags.context_length, flags.num_prompts, flags.seed
     return {task: tasks.make_prompts(task, *lengths, tokenizer) for task in flags.tasks}
 

@@ -33,6 +33,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.lib import run_record
+from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Run, Setting, Study, Values
@@ -41,6 +42,7 @@ from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
 from models import checkpoint, llama, load_tokenizer
 from models.config import ModelConfig
+from models.families import family
 
 PENALTY = 0.05  # weight of the mean gate in the loss
 # The flags of configs/judge_gates.flags.
@@ -224,9 +226,10 @@ def draw_gates(axes: Axes, gates: np.ndarray) -> None:
 
 
 def check(flags: GateFlags) -> None:
-    longest = checkpoint.load_config(flags.model).max_position_embeddings
-    if max(flags.lengths) > longest:
-        raise ValueError(f"--lengths must be at most the model's longest, {longest}")
+    config = checkpoint.load_config(flags.model)
+    if family(config) is not llama:
+        raise ValueError(f"--model={flags.model} is {config.model_type}: not of Llama's family")
+    check_model(flags.model, flags.lengths)
 
 
 def measure(flags: GateFlags, run: Run) -> Iterator[Row]:

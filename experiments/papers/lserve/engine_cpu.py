@@ -38,6 +38,9 @@ class EngineFlags(Flags):
 
     def config(self, page_size: int, **changes: Any) -> EngineConfig:
         longest = -(-(self.context + self.output_tokens) // 64) * 64
+        most = checkpoint.load_config("bundled").max_position_embeddings
+        if longest > most:
+            raise ValueError(f"--context and --output_tokens must be at most {most} in all")
         return EngineConfig(
             page_size=page_size, max_model_len=longest, max_num_seqs=self.batch,
             kv_cache_tokens=2 * self.batch * longest, seed=self.seed, **changes,

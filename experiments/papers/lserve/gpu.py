@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import plots
+from experiments.lib import plots, shipped
 from experiments.lib.knobs import FACTORS
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.drawing import panels
@@ -175,7 +175,7 @@ def _declared(name: str, model: ModelConfig, gpu: str) -> StepCost:
 @functools.cache
 def model_of(name: str) -> ModelConfig:
     """A model of configs/models with a longer context, as in the paper."""
-    return checkpoint.load_config(f"configs/models/{name}").replace(
+    return checkpoint.load_config(shipped.MODELS / name).replace(
         max_position_embeddings=2 * LONGEST
     )
 

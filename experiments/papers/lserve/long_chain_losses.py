@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
@@ -188,7 +189,7 @@ def of_prompt(flags: LossFlags, context: int, index: int) -> Rows:
 
 
 def check(flags: LossFlags) -> None:
-    config = masked.check_model(flags.model, flags.contexts)
+    config = check_model(flags.model, flags.contexts)
     streams_of(config, gates_of(flags.model, flags.gates))
     masked.check_distinct(contexts=flags.contexts)
     for context in flags.contexts:

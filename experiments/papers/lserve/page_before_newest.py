@@ -20,6 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
@@ -112,7 +113,7 @@ def questions_of(flags: PageFlags, context: int) -> list[masked.Question]:
 
 
 def check(flags: PageFlags) -> None:
-    masked.check_model(flags.model, flags.contexts)
+    check_model(flags.model, flags.contexts)
     if any(PAGE_SIZE % interval for interval in flags.intervals):
         raise ValueError(f"--intervals must divide {PAGE_SIZE}, the tokens of a page")
     masked.check_distinct(intervals=flags.intervals, contexts=flags.contexts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import knobs, plots
+from experiments.lib import knobs, plots, shipped
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
@@ -53,7 +53,7 @@ class Row:
 
 
 def measure(flags: BatchFlags, _) -> Iterator[Row]:
-    model = checkpoint.load_config(f"configs/models/{MODEL}")
+    model = checkpoint.load_config(shipped.MODELS / MODEL)
     batches, lengths = sorted(set(flags.batches)), sorted(set(flags.lengths))
     config = EngineConfig(max_model_len=max(lengths))
     for change, knob in knobs.OF_ATTENTION.items():

@@ -30,6 +30,7 @@ RANK = 16
 
 @dataclass(frozen=True)
 class RooflineFlags(OperatorFlags):
+    ranks: tuple[int, ...] = flag((RANK,), "of all adapters of a call", choices=(RANK,))
     implementations: tuple[str, ...] = flag((EXPAND,), "of the operator", choices=(EXPAND,))
 
 

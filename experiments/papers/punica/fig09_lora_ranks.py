@@ -25,6 +25,7 @@ RANKS = tuple(PAPER_US)
 @dataclass(frozen=True)
 class RankFlags(sgmv.OperatorFlags):
     ranks: tuple[int, ...] = flag(RANKS, "of all adapters of a call", least=1)
+    implementations: tuple[str, ...] = flag((SGMV,), "of the operator", choices=(SGMV,))
 
 
 def values(_: RankFlags, rows: Sequence[Row]) -> Values:

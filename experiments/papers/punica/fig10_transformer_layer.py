@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lib import knobs, plots
+from experiments.lib import knobs, plots, shipped
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.drawing import panels
 from experiments.study import Setting, Study, Values
@@ -66,7 +66,7 @@ def measure(flags: LayerFlags, _) -> Iterator[Row]:
     config = EngineConfig(max_model_len=max(lengths))
     pages = -(-flags.rank // PAGE_RANKS)  # pages of each adapter
     for name, (change, knob) in itertools.product(flags.models, knobs.OF_ATTENTION.items()):
-        model = checkpoint.load_config(f"configs/models/{name}")
+        model = checkpoint.load_config(shipped.MODELS / name)
         cost = StepCost.declare(model, config, flags.gpu, attention_knob=knob)
         for length, batch in itertools.product(lengths, batches):
             ops = layer_ops(cost.model, batch).values()

@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.lib import knobs
+from experiments.lib import knobs, shipped
 from experiments.lib.runners import simulated
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.vllm.opt import calibrated
@@ -34,7 +34,7 @@ from paged.requests.adapter import Adapter
 from paged.requests.sampling_params import SamplingParams
 from paged.simulator.step_cost import HOSTS, StepCost
 
-MODEL, GPU = "configs/models/llama-2-7b", "a100-40"
+MODEL, GPU = "llama-2-7b", "a100-40"
 GPUS, ADAPTERS, RANK = 16, 100, 16
 # KV cache: 90 % of 40 GiB, less 13.5 GB of weights and 16 adapters of 80 MB; 0.5 MiB a token.
 CONFIG = EngineConfig(
@@ -124,7 +124,7 @@ def serve(flags: ClusterFlags, change: str) -> list[Row]:
 
     change: the changed constant of the clock (`knobs.CHANGES`); empty for no change.
     """
-    model = checkpoint.load_config(MODEL)
+    model = checkpoint.load_config(shipped.MODELS / MODEL)
     options: dict[str, Any] = {"host": flags.host} | knobs.CHANGES.get(change, {})
     cost = StepCost.declare(model, CONFIG, GPU, **options)
     serving = simulated(

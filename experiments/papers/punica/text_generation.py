@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import serve
-from experiments.lib import knobs
+from experiments.lib import knobs, shipped
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.drawing import grouped_bars
 from experiments.papers.vllm.opt import calibrated
@@ -140,7 +140,7 @@ def batches_of(system: str, requests: Sequence[Request]) -> list[list[Request]]:
 
 def run(case: Case) -> Row:
     server, static = SERVERS[case.server], case.system == "fastertransformer"
-    model = checkpoint.load_config(f"configs/models/{server.model}")
+    model = checkpoint.load_config(shipped.MODELS / server.model)
     # A static batch has only requests that begin in one step.
     prefills = BATCH if static else 1
     config = EngineConfig(

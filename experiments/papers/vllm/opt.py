@@ -48,7 +48,7 @@ class Server:
 
     @property
     def config(self) -> ModelConfig:
-        return checkpoint.load_config(f"configs/models/{self.model}")
+        return checkpoint.load_config(shipped.MODELS / self.model)
 
     @property
     def kv_slots(self) -> int:
