@@ -118,6 +118,11 @@ class Row:
         return self.study.changed(self.result["flags"]) if self.result else ""
 
     @property
+    def awaits_the_paper(self) -> bool:
+        """Whether the verdict is about a smaller setting, and a command has the paper's."""
+        return bool(self.study.command) and self.said("setting")["level"] == "reduced"
+
+    @property
     def values(self) -> Sequence[Mapping[str, Any]]:
         return self.result["values"] if self.result else ()
 
@@ -204,10 +209,11 @@ def summary_table(of: Sequence[Row], up: str) -> str:
         f"|{'---|' * (len(VERDICTS) + 1)}",
     ]
     for paper, (name, *_) in PAPERS.items():
+        mine = [row for row in of if row.paper == paper and row.is_figure]
         cells = [
             ", ".join(
-                _linked(row, up) for row in of
-                if row.paper == paper and row.is_figure and row.verdict == verdict
+                _linked(row, up) if row.verdict == verdict else _program(row, up) for row in mine
+                if row.verdict == verdict or (verdict == NOT_RUN and row.awaits_the_paper)
             )
             for verdict in VERDICTS
         ]  # fmt: skip
@@ -228,6 +234,12 @@ def _linked(row: Row, up: str) -> str:
     return f"[{row.label}]({up}{path})<sup>{row.said('kind')[0]}{star}{reduced}</sup>"
 
 
+def _program(row: Row, up: str) -> str:
+    """The label of a row that is not run at the paper's setting, linked to the program."""
+    path = Path(row.study.file).relative_to(ROOT)
+    return f"[{row.label}]({up}{path})<sup>{NOT_RUN[0]}</sup>"
+
+
 def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
     """A line for each row of one paper."""
     lines = ["| row | claim | kind | verdict | values within tolerance |", f"|{'---|' * 5}"]
@@ -244,7 +256,10 @@ def paper_table(of: Sequence[Row], paper: str, up: str) -> str:
                 if FIGURE.match(row.stem)
                 else program
             )
-            lines.append(f"| {name} | {_cell(claim)} | {kind}{at} | {row.verdict} | {within} |")
+            verdict = row.verdict
+            if row.awaits_the_paper:
+                verdict += "; not run at the paper's setting"
+            lines.append(f"| {name} | {_cell(claim)} | {kind}{at} | {verdict} | {within} |")
     return "\n".join(lines)
 
 

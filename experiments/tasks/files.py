@@ -2,7 +2,8 @@
 
 Each line of a file is a JSON object: {"prompt": text, "answer": text, "task": text, "max_tokens":
 count, "stop": texts}. "answers", a list, may replace "answer". The default "task" is the file's
-name. Problems of a task are grouped by length, rounded up to a power of two.
+name, or the folder's if RULER's programs wrote TASK/validation.jsonl. Problems of a task are
+grouped by length, rounded up to a power of two.
 
 Lines may also be RULER's own (with "input" and "outputs") or LongBench's (with "context", "input"
 and "answers"). LongBench keeps its prompts' templates elsewhere: here a prompt is the context, the
@@ -103,6 +104,12 @@ def _in_our_fields(entry: dict) -> dict:
     return entry
 
 
+def _task(path: Path) -> str:
+    """The task that a file's path names."""
+    folder = path.absolute().parent.name
+    return folder if path.stem == "validation" and folder else path.stem
+
+
 def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
     where = f"{path}:{number}"
     answers = None
@@ -119,6 +126,6 @@ def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
             f"{shown(answers)}"
         )
     return TaskPrompt(
-        entry["prompt"], answers[0], entry.get("task") or Path(path).stem, 0,
+        entry["prompt"], answers[0], entry.get("task") or _task(Path(path)), 0,
         entry.get("max_tokens") or output_tokens, tuple(entry["stop"]), tuple(answers[1:]),
     )  # fmt: skip

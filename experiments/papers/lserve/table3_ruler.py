@@ -1,10 +1,11 @@
 """RULER with dense attention and with LServe (LServe §4.2, Table 3).
 
     python -m experiments.papers.lserve.table3_ruler --model=FOLDER --gates=FILE \\
-        --problems=ruler.jsonl --contexts=262144 --match=contains
+        --problems=$(ls ruler/*/validation.jsonl | paste -sd,) --contexts=262144 --match=contains
 
-Problems are grouped by their length, rounded up to a power of two. For small models
-table3_streaming_and_selection replaces this table.
+RULER's programs write a file for each task, ruler/TASK/validation.jsonl. Problems are grouped by
+their length, rounded up to a power of two. For small models table3_streaming_and_selection replaces
+this table.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ STUDY = benchmarks.study(
     "8,192 tokens 2.1 and 0.3",
     ours="LServe-8192", most_points=0.5, paper=PAPER,
     here="Llama-3-8B at 32k to 256k tokens, half of the heads streaming, budgets 4,096 and 8,192",
-    command=command("table3_ruler", LLAMA_3, "ruler.jsonl", "262144", "contains"),
+    command=command(
+        "table3_ruler", LLAMA_3, "$(ls ruler/*/validation.jsonl | paste -sd,)", "262144", "contains"
+    ),
 )  # fmt: skip
 
 if __name__ == "__main__":
