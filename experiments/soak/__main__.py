@@ -24,9 +24,9 @@ Checks:
   and swapped sequence groups; every slot has its sequence;
 - refused requests leave no trace;
 - memory does not grow;
-- every mechanism that the flags enable has occurred: preemption, prefix cache hit, adapter
-  eviction, page selection, move of a streaming window, sparse prefill, demotion and dropping of
-  tokens, comparison with a request alone, interrupt.
+- every mechanism that the flags enable has occurred: preemption, parallel samples, beam search,
+  prefix cache hit, pin, adapter eviction, page selection, move of a streaming window, sparse
+  prefill, demotion and dropping of tokens, comparison with a request alone, interrupt.
 
 All decisions depend on --seed, the number of the step and the engine's state alone: --steps repeats
 a run without interrupts. Writes to --output_dir: report.json, summary.json, samples.csv and

@@ -44,9 +44,17 @@ def _of_engine(users: Users) -> list[Mechanism]:
     config, known, found = users.engine.config, users.engine.adapters.by_content.values(), []
     count = "swapped_out" if config.preemption_mode == "swap" else "preemptions"
     found.append(Mechanism(count, "no preemption", "a smaller --kv_cache_tokens, or more time"))
+    if config.max_num_seqs > 1:
+        flags = "a larger --kv_cache_tokens, or more time"
+        found += [
+            Mechanism("parallel_samples", "no request of several samples", flags),
+            Mechanism("beam_searches", "no beam search", flags),
+        ]
     if config.prefix_caching:
         flags = "a smaller --page_size, or more time"
         found.append(Mechanism("cached_tokens", "no hit in the prefix cache", flags))
+        flags = "a smaller --drain_every, or more time"
+        found.append(Mechanism("pinned_prefixes", "no pin of a prefix", flags))
     if config.adapter_slots:
         pages = sum(adapter.num_pages for adapter in known)
         more = len(known) > config.adapter_slots or pages > config.num_adapter_pages

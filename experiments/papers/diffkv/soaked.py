@@ -1,5 +1,7 @@
 """Mechanisms of DiffKV's policy that a soak must exercise."""
 
+import itertools
+from collections import Counter
 from typing import Any
 
 from experiments.soak.checks import Mechanism, Soaked
@@ -16,19 +18,38 @@ def named(engine: Any) -> list[Mechanism]:
         found.append(Mechanism("demoted", "no token in a lower precision", flags))
     if options.budget or lowest.alpha:
         found.append(Mechanism("dropped", "no dropped token", flags))
+    longest = engine.config.max_model_len
+    if streaming := engine.host_policy.layout.streaming:
+        flags = f"--diffkv_sink and --diffkv_local together below --max_model_len ({longest})"
+        possible = streaming.window < longest
+        found.append(Mechanism("streaming", "no token left by a window", flags, possible))
+    if options.read_pages:
+        flags = f"--diffkv_read_pages ({options.read_pages}) below the pages of a sequence"
+        found.append(Mechanism("selecting", "no head with more pages than it reads", flags))
     return found
 
 
 def seen(engine: Any) -> dict[str, int]:
-    """Numbers of demoted and of dropped tokens, summed over all heads. A demoted token has a lower
-    precision than new tokens."""
-    demoted = dropped = 0
-    heads = [head for shard in engine.executor.snapshot() for slot in shard.heads for head in slot]
-    for levels in heads:
-        positions = [position for level in levels for position in level.positions]
-        demoted += sum(len(level.positions) for level in levels[1:])
-        dropped += max(positions, default=-1) + 1 - len(positions)
-    return {"demoted": demoted, "dropped": dropped}
+    """Counts over all heads.
+
+    demoted: number of tokens in a lower precision than new tokens.
+    dropped: number of tokens that dense heads have dropped.
+    streaming: number of tokens that streaming heads have dropped.
+    selecting: number of heads with more pages than a query reads.
+    """
+    found, layout = Counter[str](), engine.host_policy.layout
+    most = engine.config.policy_options.read_pages
+    for index, shard in enumerate(engine.executor.snapshot()):
+        streams = layout.streaming.by_shard[index] if layout.streaming else ()
+        for heads in shard.heads:
+            for levels, streaming in itertools.zip_longest(heads, streams, fillvalue=False):
+                positions = [position for level in levels for position in level.positions]
+                gone = max(positions, default=-1) + 1 - len(positions)
+                found["streaming" if streaming else "dropped"] += gone
+                found["demoted"] += sum(len(level.positions) for level in levels[1:])
+                held = sum(len(level.pages) for level in levels)
+                found["selecting"] += 0 < most < held
+    return dict(found)
 
 
 SOAKED = Soaked(named, seen)

@@ -381,17 +381,22 @@ def test_each_policy_names_what_its_options_ask_for(tokenizer):
     def counts(config: EngineConfig) -> list[str]:
         return [each.count for each in named_mechanisms(make_users(tokenizer, config=config))]
 
+    groups, prefixes = ["parallel_samples", "beam_searches"], ["cached_tokens", "pinned_prefixes"]
     assert counts(LSERVE) == [
-        "compared", "swapped_out", "cached_tokens", "selecting", "reusing", "streaming",
+        "compared", "swapped_out", *groups, *prefixes, "selecting", "reusing", "streaming",
     ]  # fmt: skip
-    assert counts(changed(LSERVE, budget=4096))[3:] == ["streaming"]  # DuoAttention
-    assert counts(changed(LSERVE, **NO_GATES, reuse=1))[3:] == ["selecting"]  # Quest
-    assert counts(DIFFKV)[2:] == ["demoted", "dropped"]
-    assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[2:] == []  # INT8
+    assert counts(changed(LSERVE, budget=4096))[6:] == ["streaming"]  # DuoAttention
+    assert counts(changed(LSERVE, **NO_GATES, reuse=1))[6:] == ["selecting"]  # Quest
+    assert counts(DIFFKV)[4:] == ["demoted", "dropped"]
+    streaming = {"gates": GATES, "streaming_share": 0.5, "sink": 4, "local": 8, "read_pages": 3}
+    assert counts(changed(DIFFKV, **streaming))[4:] == [
+        "demoted", "dropped", "streaming", "selecting",
+    ]  # fmt: skip
+    assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[4:] == []  # INT8
     kivi = {"prompt_rule": "kivi", "generation_rule": "kivi", "key_group": 8, "window": 16}
-    assert counts(changed(DIFFKV, **kivi, top=""))[2:] == ["demoted"]
+    assert counts(changed(DIFFKV, **kivi, top=""))[4:] == ["demoted"]
     assert counts(replace(CONFIG, adapter_slots=2))[1:] == [
-        "preemptions", "cached_tokens", "adapters_evicted",
+        "preemptions", *groups, *prefixes, "adapters_evicted",
     ]  # fmt: skip
 
 
@@ -410,7 +415,14 @@ def test_what_has_not_happened_ends_a_soak(tokenizer, changes):
 
 
 @pytest.mark.slow  # compiles two policies
-@pytest.mark.parametrize("config", [LSERVE, DIFFKV], ids=["lserve", "diffkv"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LSERVE,
+        changed(DIFFKV, gates=GATES, streaming_share=0.5, sink=4, local=8, read_pages=3),
+    ],
+    ids=["lserve", "diffkv"],
+)
 def test_the_device_shows_what_has_happened(tokenizer, config):
     params = parameters.init(llama.declare(TINY), jax.random.key(0))
     engine = padded(Engine.from_model(params, TINY, config, tokenizer))
