@@ -11,6 +11,7 @@ LServe.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,6 +27,7 @@ TASKS = ("needle", "multikey", "values", "chain", "cot", "cot_32")
 SELECTED, PARENTS = "diffkv_selected", ("diffkv", "lserve")
 SLACK = 2.0  # points that the combination may lose to DiffKV or LServe
 VLLM = "vllm"
+NO_COLOURS: Mapping[str, str] = MappingProxyType({})
 # Flag files and flags of each system. Gate files are read from the folder of --model.
 SYSTEMS: dict[str, tuple[str, ...]] = {
     VLLM: ("--kv_dtype=float16", "--page_size=16"),
@@ -41,6 +43,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 SYSTEMS |= {n: ("diffkv", n) for n in ("kv_int8", "kv_int4", "h2o", "snapkv", "kivi", "qaq")}
+ELSEWHERE = ("kivi", "qaq")  # Table 1 asks them the same questions; see joint_frontier.py.
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class BytesFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((1024, 2048, 4096), "prompt and answer, in tokens")
     num_prompts: int = flag(100, "of each task and context", least=1)
     systems: tuple[str, ...] = flag(
-        tuple(SYSTEMS), "names in SYSTEMS of equal_bytes.py; vllm always runs first"
+        tuple(name for name in SYSTEMS if name not in ELSEWHERE),
+        "names in SYSTEMS of equal_bytes.py; vllm always runs first",
     )
     others: tuple[str, ...] = flag((), "flag files (*.flags) of further systems", none=True)
 
@@ -117,13 +121,18 @@ def draw(_: BytesFlags, figure: Figure, rows: Sequence[Row]) -> None:
     found, panels = accuracy.pooled(rows), figure.subplots(1, 2, sharey=True)
     for i, (axes, word) in enumerate(zip(panels, ("held", "read"), strict=True)):
         points = {name: (bytes_of(row)[i], row.score) for name, row in found.items()}
-        _draw_panel(axes, points)
+        draw_panel(axes, points)
         axes.set(xlabel=f"bytes {word}, of 16-bit dense pages", ylabel="wrong answers (%)")
     figure.axes[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _draw_panel(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    """Draws wrong answers on a logarithmic axis, because most systems have few."""
+def draw_panel(
+    axes: Axes, points: Mapping[str, tuple[float, float]], colours: Mapping[str, str] = NO_COLOURS
+) -> None:
+    """Draws wrong answers on a logarithmic axis, because most systems have few.
+
+    points, colours: (bytes, percent of right answers), and the colour, by system.
+    """
 
     def wrong(name: str) -> tuple[float, float]:
         size, score = points[name]
@@ -132,7 +141,8 @@ def _draw_panel(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
     axes.step(*zip(*map(wrong, front(points))), where="post", color="#999999", linewidth=0.8)
     for number, name in enumerate(points, 1):
         size, missed = wrong(name)
-        axes.plot(size, missed, "o", markersize=4, label=f"{number} {name}")
+        label, colour = f"{number} {name}", colours.get(name)
+        axes.plot(size, missed, "o", markersize=4, label=label, color=colour)
         axes.annotate(str(number), (size, missed), (3, 3), textcoords="offset points", fontsize=7)
     axes.set(yscale="log")
     axes.invert_yaxis()
@@ -154,19 +164,10 @@ STUDY = accuracy.study(
     quick=accuracy.QUICK
     | {
         "tasks": ("multikey", "chain", "values", "cot"),
-        "systems": (
-            "lserve",
-            "diffkv",
-            "diffkv_selected",
-            "kv_int4",
-            "h2o",
-            "snapkv",
-            "kivi",
-            "qaq",
-        ),
+        "systems": ("lserve", "diffkv", "diffkv_selected", "kv_int4", "h2o", "snapkv"),
     },
     full=accuracy.JUDGE,
-    minutes=(2.5, 320),
+    minutes=(2, 290),
     size=(11, 4.5),
 )
 

@@ -1,6 +1,5 @@
 """Mechanisms of DiffKV's policy that a soak must exercise."""
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -40,9 +39,10 @@ def seen(engine: Any) -> dict[str, int]:
     found, layout = Counter[str](), engine.host_policy.layout
     most = engine.config.policy_options.read_pages
     for index, shard in enumerate(engine.executor.snapshot()):
-        streams = layout.streaming.by_shard[index] if layout.streaming else ()
+        all_dense = (False,) * layout.all_heads
+        streams = layout.streaming.by_shard[index] if layout.streaming else all_dense
         for heads in shard.heads:
-            for levels, streaming in itertools.zip_longest(heads, streams, fillvalue=False):
+            for levels, streaming in zip(heads, streams, strict=True):
                 positions = [position for level in levels for position in level.positions]
                 gone = max(positions, default=-1) + 1 - len(positions)
                 found["streaming" if streaming else "dropped"] += gone

@@ -19,6 +19,7 @@ from experiments.papers.diffkv import (
     equal_bytes,
     equal_bytes_by_context,
     fig11_frontier,
+    joint_frontier,
     streaming_shares,
     systems,
     table3_thinking,
@@ -366,3 +367,39 @@ def test_every_system_of_the_flag_files_is_read():
     assert found["kivi"].page_size == 12 and found["qaq"].policy_options.outliers == 1
     with pytest.raises(ValueError, match="--systems must be among vllm, lserve"):
         equal_bytes.make_systems(equal_bytes.BytesFlags(**FLAGS, systems=("unheard",)))
+
+
+def test_the_joint_frontier_refuses_reports_of_other_questions(tmp_path):
+    flags = joint_frontier.FrontierFlags()
+    first, other = map(joint_frontier.report_of, flags.reports[:2])
+    for field, message in (("flags", r"--seed is 7 in .* and 8 in"), ("hardware", "one kind")):
+        changed = other | {field: other[field] | {"seed": 8, "jax_devices": ["a GPU"]}}
+        (tmp_path / "report.json").write_text(json.dumps(changed))
+        mixed = (flags.reports[0], str(tmp_path / "report.json"))
+        with pytest.raises(ValueError, match=message):
+            joint_frontier.check(joint_frontier.FrontierFlags(mixed))
+    for text in ("", "[]", "{}", json.dumps(first | {"partial": "Ctrl-C"})):
+        (tmp_path / "report.json").write_text(text)
+        with pytest.raises(ValueError, match=r"report\.json: "):
+            joint_frontier.check(joint_frontier.FrontierFlags(mixed))
+
+
+def test_the_joint_frontier_compares_each_baseline_with_diffkv_in_no_more_bytes():
+    def row(system: str, right: float, held: float) -> joint_frontier.Row:
+        return joint_frontier.Row(system, "", right, held, held)
+
+    rows = [
+        row("16 bits", 99, 1), row("INT4", 98, 0.31), row("KIVI", 93, 0.24),
+        row("H2O 0.5", 52, 0.52), row("DiffKV 3/0", 99, 0.3), row("DiffKV 1/0.02", 96, 0.3),
+        row("1/0 and 30% streaming", 98, 0.25),
+    ]  # fmt: skip
+    numbers = joint_frontier.values(joint_frontier.FrontierFlags(), rows)
+    assert (numbers["over_int4"], numbers["pruning_over_int4"]) == (1, -2)
+    assert numbers["over_kivi"] is None and numbers["pruning_over_h2o_0_5"] == 44
+    assert (numbers["compared"], numbers["smaller"]) == (2, 1)
+    assert (
+        numbers["behind_1_0_and_30_streaming"] == 0 and "over_1_0_and_30_streaming" not in numbers
+    )
+    measured = {name: value for name, value in numbers.items() if value is not None}
+    assert not joint_frontier.holds(measured)
+    assert joint_frontier.holds(measured | {"pruning_over_int4": 0})

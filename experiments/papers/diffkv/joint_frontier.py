@@ -1,0 +1,229 @@
+"""Accuracy over bytes held: the systems of several studies that asked the same questions.
+
+    python -m experiments.papers.diffkv.joint_frontier
+
+Reads --reports and runs no model. The runs must agree in model, dtype, questions and device; then a
+system that two of them asked has the same numbers in both, and is shown once. Bytes are shares of
+16-bit pages, as in equal_bytes.py. Each baseline is compared with the best DiffKV system that holds
+no more bytes. Systems that combine DiffKV with parts of other policies are shown, but are neither
+baselines nor DiffKV. Without pruning (alpha_l 0) DiffKV only lowers the precision of tokens.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.lib import shipped
+from experiments.lib.answers import ALL
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers.diffkv.comparison import key_of
+from experiments.papers.diffkv.equal_bytes import draw_panel, front
+from experiments.study import Setting, Study, Values
+
+REPORTS = (
+    "experiments/results/diffkv/equal_bytes/report.json",
+    "experiments/results/diffkv/table1_accuracy_memory/report.json",
+    "experiments/results/diffkv/fig11_frontier/report.json",
+    "experiments/results/diffkv/fig08_key_value_formats/report.json",
+    "experiments/results/diffkv/streaming_shares/report.json",
+)
+# Flags in which the runs must agree.
+SAME = ("model", "dtype", "tasks", "contexts", "num_prompts", "seed", "problems", "match")
+# Table 1 has these by other settings than their flag files; equal_bytes has the files' settings.
+LEFT_OUT = (("table1_accuracy_memory", "Quest"), ("table1_accuracy_memory", "DuoAttention"))
+# The systems' names in other studies, and their names here.
+NAMES = {
+    "vllm": "16 bits", "diffkv": "DiffKV 1/0.02", "kv_int8": "INT8", "K8V8": "INT8",
+    "kv_int4": "INT4", "K4V4": "INT4",
+    "quest": "Quest", "duo_attention": "DuoAttention", "lserve": "LServe", "tova": "TOVA",
+    "h2o": "H2O 0.5", "snapkv": "SnapKV 0.5",
+    "diffkv_streaming": "1/0.02 and 50% streaming",
+    "diffkv_selected": "1/0.02 and selection",
+    "diffkv_streaming_selected": "1/0.02, 50% streaming and selection",
+    "30% streaming": "1/0 and 30% streaming",
+    "50% streaming": "1/0 and 50% streaming",
+    "30% random heads": "1/0 and 30% random heads streaming",
+}  # fmt: skip
+OURS, COMBINED = re.compile(r"DiffKV [\d.]+/([\d.]+)"), re.compile(r"[\d.]+/[\d.]+(,| and) ")
+
+COLOURS = {
+    "DiffKV": "#c8553d", "combined": "#e0a030", "baseline": "#2f6b9a", "16 bits": "#888888"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FrontierFlags(Flags):
+    reports: tuple[str, ...] = flag(REPORTS, "report.json of each study", path=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A system.
+
+    study: the study that asked it.
+    right: percent of right answers.
+    held, read: bytes held and bytes read, as shares of 16-bit pages.
+    """
+
+    system: str
+    study: str
+    right: float
+    held: float
+    read: float
+
+
+def report_of(path: str) -> dict[str, Any]:
+    """Raises ValueError for a file that is no report of answers."""
+    try:
+        report = json.loads(Path(shipped.found(path)).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    fields = {"study", "flags", "hardware", "rows", "partial"}
+    if not isinstance(report, dict) or not report.keys() >= fields or report["partial"]:
+        raise ValueError(f"{path}: is no complete report of a study")
+    if not all({"system", "reference", "task", "score"} <= row.keys() for row in report["rows"]):
+        raise ValueError(f"{path}: {report['study']} has no answers of systems")
+    return report
+
+
+def reports_of(flags: FrontierFlags) -> list[dict[str, Any]]:
+    """Raises ValueError unless all reports are of the same questions."""
+    found = [report_of(path) for path in flags.reports]
+    for report in found[1:]:
+        for name in SAME:
+            ours, theirs = (each["flags"].get(name) for each in (found[0], report))
+            if ours != theirs:
+                raise ValueError(
+                    f"--reports must be of the same questions: --{name} is {ours} in "
+                    f"{found[0]['study']} and {theirs} in {report['study']}"
+                )
+        kinds = [each["hardware"]["jax_devices"] for each in (found[0], report)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"--reports must be of one kind of device, not {kinds}")
+    return found
+
+
+def check(flags: FrontierFlags) -> None:
+    reports_of(flags)
+
+
+def measure(flags: FrontierFlags, _) -> Iterator[Row]:
+    seen: dict[str, Row] = {}
+    for report in reports_of(flags):
+        study, first = report["study"].rpartition("/")[2], report["rows"][0]["system"]
+        for row in report["rows"]:
+            if row["task"] != ALL or row["reference"] != first:
+                continue
+            if (study, row["system"]) in LEFT_OUT:
+                continue
+            held, read = (row[f"kv_{name}_fraction"] or 1.0 for name in ("memory", "read"))
+            name = NAMES.get(row["system"], row["system"])
+            one = Row(name, study, row["score"], held, read)
+            if name not in seen:
+                seen[name] = one
+                yield one
+            else:
+                other = seen[name]
+                assert (one.right, one.held) == (other.right, other.held), (one, other)
+
+
+def best_within(rows: Sequence[Row], held: float) -> Row | None:
+    """The row with the most right answers among those that hold at most `held`."""
+    return max((r for r in rows if r.held <= held), key=lambda row: row.right, default=None)
+
+
+def family(system: str) -> str:
+    """One of COLOURS."""
+    if OURS.fullmatch(system):
+        return "DiffKV"
+    if COMBINED.match(system):
+        return "combined"
+    return "16 bits" if system == "16 bits" else "baseline"
+
+
+def baselines(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if family(row.system) == "baseline"]
+
+
+def values(_: FrontierFlags, rows: Sequence[Row]) -> Values:
+    """Numbers by system.
+
+    right_*, held_*, read_*: percent of right answers, bytes held and read.
+    behind_*: points below the best system that holds no more bytes; 0 on the frontier.
+    over_*: points of the best DiffKV system that holds no more bytes than this baseline over it;
+        None if every DiffKV system holds more.
+    pruning_over_*: the same, of DiffKV systems that prune (alpha_l above 0).
+    compared, smaller: number of baselines with and without such a system that prunes.
+    """
+    numbers: dict[str, float | None] = {}
+    for row in rows:
+        key, best = key_of(row.system), best_within(rows, row.held)
+        assert best
+        numbers |= {f"right_{key}": row.right, f"held_{key}": row.held, f"read_{key}": row.read}
+        numbers[f"behind_{key}"] = best.right - row.right
+    alpha_l = {row: float(found[1]) for row in rows if (found := OURS.fullmatch(row.system))}
+    pruning = [row for row, alpha in alpha_l.items() if alpha > 0]
+    compared = 0
+    for row in baselines(rows):
+        for name, ours in (("over", list(alpha_l)), ("pruning_over", pruning)):
+            best = best_within(ours, row.held)
+            numbers[f"{name}_{key_of(row.system)}"] = best.right - row.right if best else None
+        compared += best_within(pruning, row.held) is not None
+    return numbers | {"compared": compared, "smaller": len(baselines(rows)) - compared}
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    return all(points >= 0 for name, points in found.items() if name.startswith("pruning_over_"))
+
+
+def table(_: FrontierFlags, rows: Sequence[Row]) -> str:
+    """A line for each system, by bytes held; a star marks the frontier."""
+    lines = [f"{'system':38}{'right %':>8}{'held':>8}{'read':>8}"]
+    best = front({row.system: (row.held, row.right) for row in rows})
+    for row in sorted(rows, key=lambda row: (row.held, -row.right)):
+        star = " *" if row.system in best else ""
+        lines.append(f"{row.system:38}{row.right:>8.1f}{row.held:>8.3f}{row.read:>8.3f}{star}")
+    return "\n".join(lines)
+
+
+def draw(_: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    rows = sorted(rows, key=lambda row: row.held)
+    colours = {row.system: COLOURS[family(row.system)] for row in rows}
+    for axes, word in zip(figure.subplots(1, 2, sharey=True), ("held", "read"), strict=True):
+        points = {row.system: (getattr(row, word), row.right) for row in rows}
+        draw_panel(axes, points, colours)
+        axes.set(xlabel=f"bytes {word}, of 16-bit dense pages", ylabel="wrong answers (%)")
+    figure.axes[-1].legend(fontsize="xx-small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+STUDY = Study(
+    __file__,
+    title="All systems on one frontier of accuracy over bytes (DiffKV Fig. 11, with more systems)",
+    kind="analogue",
+    claim="at equal bytes no baseline answers better than DiffKV, which prunes tokens",
+    rule="each baseline has at most as many right answers as the best DiffKV system that prunes "
+    "and holds no more bytes; baselines smaller than every such system are not compared",
+    holds=holds,
+    setting=Setting(
+        "the judge model, 500 questions of 2,048 tokens, the answers of five studies",
+        "the best of five thresholds with pruning is compared; the paper has DiffKV at one, H2O, "
+        "SnapKV and INT4, and larger models",
+        "reduced",
+    ),
+    flags=FrontierFlags,
+    check=check,
+    measure=measure,
+    values=values,
+    draw=draw,
+    table=table,
+    minutes=(0.1, 0.1),
+    size=(13, 6),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
