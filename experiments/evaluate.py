@@ -9,13 +9,15 @@ scores the answers. Without --problems, the prompts come from our own tasks, and
 context and --seed alone, so that two runs (two models, two policies) answer the same prompts.
 `--compare_with=<prompts.csv of the other run>` adds, for each setting and for all settings
 together, the paired differences, and the divergence of the next-token distributions from the other
-run's along the reference answers.
+run's along the reference answers. Both models must have one tokenizer.
 
 Writes to --output_dir: accuracy.csv, prompts.csv (each answer), distributions.npz, accuracy.png,
 report.json and summary.json. Ctrl-C ends the run after the current setting: finished settings are
 written, and marked as partial.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,12 +226,29 @@ def problems_of(flags: EvaluateFlags) -> Problems:
     return own_problems(pairs, flags.num_prompts, config.seed, tokenizer)
 
 
+def vocabulary_hash(model: str) -> str:
+    """SHA-256, in hex, of the tokens of a model's tokenizer and their ids."""
+    vocabulary = sorted(load_tokenizer(model).get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def check_vocabulary(folder: Path, ours: str) -> None:
+    """Raise ValueError if the report in `folder` names another vocabulary."""
+    try:
+        theirs = json.loads((folder / "report.json").read_bytes()).get("vocabulary_sha256", ours)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    if theirs != ours:
+        raise ValueError("--compare_with must be of a model with the same tokenizer")
+
+
 def main(flags: EvaluateFlags, output: Output) -> int:
     with refusals():
         problems = problems_of(flags)
         others = read(flags.compare_with) if flags.compare_with else None
         if others is not None:
-            require_all(others, problems)
+            require_all(others, problems, load_tokenizer(flags.model))
+            check_vocabulary(Path(flags.compare_with).parent, vocabulary_hash(flags.model))
         engine = load_engine(flags.engine, **loading(flags))
     engine.warm_up()
     facts = {
@@ -237,6 +256,7 @@ def main(flags: EvaluateFlags, output: Output) -> int:
         "flags": flags,
         "seed": flags.engine.seed,
         "weights_sha256": checkpoint.weights_hash(flags.model),
+        "vocabulary_sha256": vocabulary_hash(flags.model),
     }
     found = Evaluation()
 
@@ -244,9 +264,11 @@ def main(flags: EvaluateFlags, output: Output) -> int:
         evaluate(engine, problems, flags.match, found=found, stopped=stopped)
 
     def write_found(cause: str | None) -> tuple[str, list[OSError]]:
-        rows = accuracies(found, others)
         total = sum(map(len, problems.values()))
         missing = serving.missing(cause, total, ["stop"] * len(found.answers))
+        if missing and run_record.is_complete(output.folder):
+            return "ended early; the complete result of before stays", []
+        rows = accuracies(found, others)
         failures = write(output.folder, rows, found, facts | {"partial": missing})
         return table(rows) + serving.partial_line(missing), failures
 

@@ -264,7 +264,7 @@ class Study[F: Flags, R]:
         def write(cause: str | None) -> tuple[str, list[OSError]]:
             if cause and not rows:
                 return f"{self.name}: nothing was measured", []
-            if cause and _is_complete(folder):
+            if cause and run_record.is_complete(folder):
                 return f"{self.name}: ended early; the complete result of before stays", []
             report = self.report(flags, rows, cause, time.perf_counter() - began, made_by)
             numbers = {v["name"]: v["here"] for v in report["values"] if v["here"] is not None}
@@ -377,14 +377,6 @@ class Study[F: Flags, R]:
         if report["partial"]:
             lines.append(f"PARTIAL  {report['partial']}: {len(rows)} rows")
         return "\n".join(lines)
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether the folder has the report of a run that measured all rows."""
-    try:
-        return json.loads((folder / "report.json").read_bytes())["partial"] is None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return False
 
 
 def _as_given(value: Any) -> str:

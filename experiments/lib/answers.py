@@ -157,9 +157,11 @@ def read(path: str) -> Evaluation:
     return Evaluation(answers, reference.read(Path(path).parent / "distributions.npz"))
 
 
-def require_all(others: Evaluation, problems: Mapping[tuple[str, int], Sequence]) -> None:
-    """Raise ValueError if the run to compare with lacks a prompt, or has another reference answer.
-    Called before any prompt is answered."""
+def require_all(
+    others: Evaluation, problems: Mapping[tuple[str, int], Sequence], tokenizer
+) -> None:
+    """Raise ValueError if the run to compare with lacks a prompt, has another reference answer, or
+    an answer of other length in tokens. Called before any prompt is answered."""
     expected = {answer.key: answer.expected for answer in others.answers}
     keys = expected.keys() & others.distributions.keys()
     for (task, context), prompts in problems.items():
@@ -170,3 +172,11 @@ def require_all(others: Evaluation, problems: Mapping[tuple[str, int], Sequence]
             )
         if any(expected[task, context, i] != p.answer for i, p in enumerate(prompts)):
             raise ValueError(f"the run to compare with had other prompts of {task} at {context}")
+        for i, p in enumerate(prompts):
+            theirs = len(others.distributions[task, context, i].logprobs)
+            ours = len(reference.answer_tokens(tokenizer, p.prompt, p.answer))
+            if ours != theirs:
+                raise ValueError(
+                    f"the run to compare with had another tokenizer: an answer of {task} at "
+                    f"{context} has {theirs} tokens there and {ours} here"
+                )

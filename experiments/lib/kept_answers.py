@@ -55,12 +55,15 @@ def made_by(model: str) -> dict[str, Any]:
 
 
 def outside(policy: str) -> dict[str, str]:
-    """A hash of the code of a policy outside of this repository, by name; empty for others."""
+    """A hash of the code of a policy outside of this repository, by name; empty for others. The
+    code is the whole package, or all modules in the folder of a module without a package."""
     if policy in POLICIES:
         return {}
-    file = Path(inspect.getfile(importlib.import_module(policy.partition(":")[0])))
-    files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
-    return {"policy": code_hash(files)}
+    name = policy.partition(":")[0]
+    importlib.import_module(name)
+    file = Path(inspect.getfile(importlib.import_module(name.partition(".")[0])))
+    inside = file.parent.rglob if file.name == "__init__.py" else file.parent.glob
+    return {"policy": code_hash(inside("*.py"))}
 
 
 def path_of(output_dir: str | Path, name: str, asked: Any) -> Path:
@@ -93,8 +96,10 @@ def read(path: Path) -> Evaluation | None:
         distributions = reference.read(path.with_suffix(".npz"))
         held = [Held(**each) for each in content["held"]]
         [setting] = {(each.task, each.context) for each in answers}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     if [each.key for each in answers] != list(distributions):
+        return None
+    if not all(0 <= each.score <= 1 for each in answers):
         return None
     return Evaluation(answers, distributions, {setting: held})

@@ -88,18 +88,28 @@ def divergence(ours: Distributions, theirs: Distributions) -> float:
     """Kullback-Leibler divergence of our distributions from theirs, KL(theirs ‖ ours), in nats:
     mean over the answer's tokens.
 
-    Alternatives that both runs have are kept. All other tokens are merged into one. So the result
-    is a lower bound; it is tight if the common alternatives hold nearly all of the probability.
+    Alternatives that both runs have are kept. Those that only the other run has are merged into
+    one, and all remaining tokens into another. Our probability of the former is unknown, but at
+    most what our own alternatives leave over, and each token's at most our least alternative's. So
+    the result is a lower bound; it is tight if the alternatives hold nearly all of the probability.
     """
     total = 0.0
     for tokens, tops, other_tokens, other_tops in zip(
         ours.tokens, ours.tops, theirs.tokens, theirs.tops, strict=True
     ):
         _, at, other_at = np.intersect1d(tokens, other_tokens, return_indices=True)
-        q, p = np.exp(tops[at]), np.exp(other_tops[other_at])
-        q, p = (np.append(x, max(1 - x.sum(), LEAST)) for x in (q, p))
+        all_q, all_p = np.exp(tops.astype(np.float64)), np.exp(other_tops.astype(np.float64))
+        q, p = all_q[at], all_p[other_at]
+        only_theirs = np.delete(all_p, other_at)
+        q_left, p_left = (max(1 - x.sum(), LEAST) for x in (q, p))
+        p_only = min(only_theirs.sum(), p_left)
+        most = min(len(only_theirs) * all_q.min(), 1 - all_q.sum()) if len(only_theirs) else 0.0
+        # Of all shares up to `most`, the one with the least divergence.
+        q_only = min(max(most, 0.0), q_left * p_only / p_left)
+        q = np.maximum([*q, q_only, q_left - q_only], LEAST)
+        p = np.maximum([*p, p_only, p_left - p_only], LEAST)
         q, p = q / q.sum(), p / p.sum()
-        total += float(p @ np.log(np.maximum(p, LEAST) / np.maximum(q, LEAST)))
+        total += float(p @ np.log(p / q))
     return total / len(ours.tokens)
 
 
@@ -140,8 +150,8 @@ def read(path: str | Path) -> dict[Key, Distributions]:
             for key, each in zip(keys, zip(*parts, strict=True), strict=True)
         }
     except (
-        KeyError, ValueError, TypeError, OSError, EOFError, NotImplementedError,
-        zipfile.BadZipFile, zlib.error,
+        KeyError, ValueError, TypeError, OSError, EOFError, RuntimeError, zipfile.BadZipFile,
+        zlib.error,
     ) as error:  # fmt: skip
         raise ValueError(
             f"{path} is not a distributions file of an evaluation ({error})"

@@ -163,6 +163,14 @@ def save_figure(figure: "Figure", path: str | Path, dpi: int) -> Path:
     return write_whole(path, png.getvalue())
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether the folder has the report of a run that measured all rows."""
+    try:
+        return json.loads((folder / "report.json").read_bytes())["partial"] is None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
 def write_whole(path: str | Path, content: str | bytes) -> Path:
     """Write a file atomically: an older file stays until the new one is complete. Returns the path.
 

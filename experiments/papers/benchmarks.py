@@ -32,7 +32,8 @@ def key(system: str, task: str) -> str:
 def scores(rows: Sequence[Row]) -> Values:
     """Numbers by name.
 
-    SYSTEM_TASK, SYSTEM_average: score of a task, and mean over the tasks, in percent.
+    SYSTEM_TASK: mean score of a task's prompts, in percent.
+    SYSTEM_average: mean over the tasks.
     SYSTEM_TASK_CONTEXT, SYSTEM_average_CONTEXT: the same at one of several contexts.
     SYSTEM_memory: mean KV memory as a fraction of that of 16-bit pages, if the policy reports it.
     """
@@ -40,21 +41,30 @@ def scores(rows: Sequence[Row]) -> Values:
     first = rows[0].system if rows else ""
     for system in dict.fromkeys(row.system for row in rows):
         mine = [r for r in rows if r.system == system and r.reference == first and r.task != ALL]
-        contexts, by_task = {row.context for row in mine}, dict[str, list[float]]()
+        contexts, by_task = {row.context for row in mine}, dict[str, list[Row]]()
         for row in mine:
-            by_task.setdefault(row.task, []).append(row.score)
+            by_task.setdefault(row.task, []).append(row)
             if len(contexts) > 1:
                 numbers[key(system, f"{row.task}_{row.context}")] = row.score
-        means = {task: float(np.mean(found)) for task, found in by_task.items()}
+        means = {task: _mean([(r.score, r.prompts) for r in of]) for task, of in by_task.items()}
         for context in sorted(contexts) if len(contexts) > 1 else ():
             at = [row.score for row in mine if row.context == context]
             means[f"average_{context}"] = float(np.mean(at))
         means["average"] = float(np.mean([means[task] for task in by_task]))
         numbers |= {key(system, name): mean for name, mean in means.items()}
-        held = [row.kv_memory_fraction for row in mine if row.kv_memory_fraction is not None]
+        held = [
+            (row.kv_memory_fraction, row.prompts)
+            for row in mine if row.kv_memory_fraction is not None
+        ]  # fmt: skip
         if held:
-            numbers[key(system, "memory")] = float(np.mean(held))
+            numbers[key(system, "memory")] = _mean(held)
     return numbers
+
+
+def _mean(of: Sequence[tuple[float, int]]) -> float:
+    """The mean over prompts. of: pairs (mean of some prompts, number of these prompts)."""
+    means, prompts = zip(*of, strict=True)
+    return float(np.average(means, weights=prompts))
 
 
 def draw(_: AccuracyFlags, figure: Figure, rows: Sequence[Row]) -> None:

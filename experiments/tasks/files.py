@@ -10,6 +10,7 @@ and "answers"). LongBench keeps its prompts' templates elsewhere: here a prompt 
 question and "Answer:".
 """
 
+import os
 import re
 import string
 from collections import Counter
@@ -21,6 +22,7 @@ from experiments.lib.text_files import parse_json_line, read_lines, shown
 from experiments.tasks.tasks import TaskPrompt
 from experiments.workloads.files import prompt_entry
 
+RESERVED = ("all", "average", "memory")  # reports have sums of these names
 Problems = Mapping[tuple[str, int], Sequence[TaskPrompt]]  # by task and context
 
 
@@ -64,6 +66,10 @@ def read_problems(
     Raises ValueError, naming file and line, for an invalid or too long problem.
     """
     problems: dict[tuple[str, int], list[TaskPrompt]] = {}
+    real = list(map(os.path.realpath, paths))
+    for path, own in zip(paths, real, strict=True):
+        if real.count(own) > 1:
+            raise ValueError(f"--problems names {path} twice")
     for path in paths:
         empty = True
         for number, line in enumerate(read_lines(path), 1):
@@ -115,6 +121,8 @@ def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
     answers = None
     if isinstance(entry, dict):
         entry = _in_our_fields(entry)
+        if "answer" in entry and "answers" in entry:
+            raise ValueError(f'{where}: a problem has "answer" or "answers", not both')
         answers = entry.pop("answers", None)
     entry = prompt_entry(entry, where)
     if answers is None and isinstance(entry.get("answer"), str):
@@ -125,7 +133,10 @@ def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
             f"{where}: a problem needs a prompt, and an answer or a list of answers, not "
             f"{shown(answers)}"
         )
+    task = entry.get("task") or _task(Path(path))
+    if task in RESERVED:
+        raise ValueError(f"{where}: {task!r} is no name for a task: reports name sums so")
     return TaskPrompt(
-        entry["prompt"], answers[0], entry.get("task") or _task(Path(path)), 0,
+        entry["prompt"], answers[0], task, 0,
         entry.get("max_tokens") or output_tokens, tuple(entry["stop"]), tuple(answers[1:]),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from experiments.tasks.tasks import Problem
 from experiments.train.build_tokenizer import BOS, EOS, Vocabulary
 
 PASSKEY = 32  # characters
+CHARACTERS = 10  # of filler text, for each token of a sequence; more than any text needs
 TASKS = "needles", "chain", "values", "count", "vote", "cot", "passkeys", "copy", "story"
 SHORTEST = 64  # tokens of a sequence that has room for every task
 
@@ -70,6 +71,15 @@ class Batch:
     weights: np.ndarray
     positions: np.ndarray
     tasks: tuple[str, ...]
+
+
+def check_corpus(characters: int, length: int) -> None:
+    """Raise ValueError if filler text of so many characters may be shorter than a sequence."""
+    if characters < CHARACTERS * length:
+        raise ValueError(
+            f"corpus_characters must be at least {CHARACTERS} times the longest sequence, "
+            f"{length} tokens, not {characters}"
+        )
 
 
 class TrainingData:

@@ -32,7 +32,7 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, ModelFlags, Output, flag, part
 from experiments.tasks import answer_formats, tasks
 from experiments.tasks.tasks import TaskPrompt
-from experiments.train.data import TrainingData
+from experiments.train.data import TrainingData, check_corpus
 from experiments.train.trainer import loss_fn
 from experiments.workloads.tenants import RECORD
 from models import checkpoint, llama, load_tokenizer, peft
@@ -82,6 +82,7 @@ class Options:
     def __post_init__(self):
         checks.make_plain(self)
         checks.require_bounds(self)
+        check_corpus(self.corpus_characters, self.length)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from experiments.tasks import tasks
 from experiments.train import build_tokenizer, grow, training_state
 from experiments.train.attention import batched_attend
-from experiments.train.data import SHORTEST, TASKS, Batch, TrainingData
+from experiments.train.data import SHORTEST, TASKS, Batch, TrainingData, check_corpus
 from models import checkpoint, llama, params
 from models.common import Adapters
 from models.config import ModelConfig
@@ -84,6 +84,7 @@ class Options:
         for name, valid in stages.items():
             if not _is_schedule(getattr(self, name), valid):
                 raise checks.refusal(name, "a schedule from token 0 on", getattr(self, name))
+        check_corpus(self.corpus_characters, longest(self.lengths))
 
 
 def _is_schedule(text: str, valid: Callable[[str], bool]) -> bool:
@@ -103,6 +104,12 @@ def _are_shares(value: str, is_name: Callable[[str], bool]) -> bool:
     return (
         all(is_name(name) for name, _ in parts) and min(shares) >= 0 and 0 < sum(shares) < math.inf
     )
+
+
+def longest(lengths: str) -> int:
+    """The longest sequence of a schedule of lengths."""
+    stages = [stage.partition(":")[2] for stage in lengths.split(";")]
+    return max(int(each.partition("=")[0]) for stage in stages for each in stage.split(","))
 
 
 def shares_at(schedule: str, tokens: int) -> dict[str, float]:
@@ -231,6 +238,11 @@ class Trainer:
     """A training run. A checkpoint holds parameters, optimizer state, step, tokens, time, log."""
 
     def __init__(self, config: ModelConfig, options: Options, folder: Path):
+        if (most := longest(options.lengths)) > config.max_position_embeddings:
+            raise ValueError(
+                f"lengths must be at most the model's {config.max_position_embeddings} positions, "
+                f"not {most}"
+            )
         self.config, self.options, self.folder = config, options, folder
         self.optimizer = make_optimizer(config, options.muon_lr, options.adam_lr)
         self.params = first_weights(config, options)

@@ -84,12 +84,18 @@ def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
     (same,) = answers.accuracies(better, others)
     assert same.difference == (0, 0, 0)
     assert same.divergence == pytest.approx((0, 0, 0), abs=1e-6)
-    asked = [SimpleNamespace(answer=answer.expected) for answer in better.answers]
-    answers.require_all(others, {("needle", 256): asked})
-    with pytest.raises(ValueError, match="lacks 1 prompts of needle at 256"):
-        answers.require_all(others, {("needle", 256): [*asked, asked[0]]})
-    with pytest.raises(ValueError, match="had other prompts of needle at 256"):
-        answers.require_all(others, {("needle", 256): [SimpleNamespace(answer="2;"), *asked[1:]]})
+    asked = [SimpleNamespace(prompt="a", answer=answer.expected) for answer in better.answers]
+    other_answer = SimpleNamespace(prompt="a", answer="2;")
+    as_many = SimpleNamespace(encode=lambda text, **_: [0] * 3 if len(text) > 1 else [])
+    answers.require_all(others, {("needle", 256): asked}, as_many)
+    for changed, message in (
+        ([*asked, asked[0]], "lacks 1 prompts of needle at 256"),
+        ([other_answer, *asked[1:]], "had other prompts of needle at 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            answers.require_all(others, {("needle", 256): changed}, as_many)
+    with pytest.raises(ValueError, match=r"another tokenizer: .* has 3 tokens there and 2 here"):
+        answers.require_all(others, {("needle", 256): asked}, load_tokenizer(BUNDLED))
     odd = dataclasses.replace(ours.answers[0], expected="2;")
     with pytest.raises(ValueError, match="had other prompts of needle"):
         answers.accuracies(answers.Evaluation([odd], ours.distributions), others)
@@ -120,6 +126,17 @@ def test_divergence_is_that_of_whole_distributions_but_for_what_is_rare():
     ]
     assert (np.array(found) <= whole + 1e-9).all()
     np.testing.assert_allclose(np.sum(found), whole.sum(), rtol=0.02)
+
+
+def test_divergence_of_disjoint_alternatives_is_large_and_still_a_lower_bound():
+    q, p = (np.log(np.roll([0.4, 0.4, 0.1, 0.06, 0.03, 0.01], shift)) for shift in (0, 3))
+    listed = [
+        Distributions(logp[:1], order[None].astype(np.int32), logp[order][None])
+        for logp in (q, p)
+        if len(order := np.argsort(-logp)[:2])
+    ]
+    found = divergence(*listed)
+    assert 0.8 < found <= (np.exp(p) * (p - q)).sum()
 
 
 @pytest.mark.parametrize(
@@ -189,6 +206,22 @@ def test_problems_of_files(tmp_path):
     assert files.f1("two or three", qa) == pytest.approx(0.5) and files.f1("", qa) == 0
 
 
+def test_a_file_that_is_named_twice_is_refused(tmp_path):
+    path, link = tmp_path / "p.jsonl", tmp_path / "link.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}')
+    link.symlink_to(path)
+    with pytest.raises(ValueError, match=r"--problems names .* twice"):
+        files.read_problems([str(path), str(link)], load_tokenizer(BUNDLED), 20, 512)
+
+
+def test_a_run_of_another_vocabulary_is_refused(tmp_path):
+    ours = evaluate.vocabulary_hash("bundled")
+    evaluate.check_vocabulary(tmp_path, ours)
+    (tmp_path / "report.json").write_text(json.dumps({"vocabulary_sha256": "0"}))
+    with pytest.raises(ValueError, match="the same tokenizer"):
+        evaluate.check_vocabulary(tmp_path, ours)
+
+
 def test_records_of_ruler_and_longbench_are_read_as_they_are(tmp_path):
     ruler, longbench = tmp_path / "vt.jsonl", tmp_path / "anything.jsonl"
     record = {"index": 0, "input": "x = 4. Find x.", "outputs": ["x", "y"], "length": 9}
@@ -222,6 +255,8 @@ def test_records_of_ruler_and_longbench_are_read_as_they_are(tmp_path):
         ('{"prompt": "a", "answers": []}', "an answer or a list of answers, not"),
         ('{"prompt": "a", "answers": ["b", 3]}', "an answer or a list of answers, not"),
         ('{"prompt": "", "answer": "b"}', "needs a prompt"),
+        ('{"prompt": "a", "answer": "b", "answers": ["c"]}', '"answer" or "answers", not both'),
+        ('{"prompt": "a", "answer": "b", "task": "all"}', "'all' is no name for a task"),
         ('["a"]', "expected an object"),
         ('{"prompt": "a", "answer": "b", "of": 3}', "unknown"),
         ('{"prompt": "a", "answer": "b", "max_tokens": 600}', "more than max_model_len"),

@@ -1,6 +1,5 @@
 """Comparison of a study's systems at equal memory."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,7 +7,7 @@ from matplotlib.axes import Axes
 
 from experiments import accuracy
 from experiments.accuracy import Row
-from experiments.papers.diffkv.systems import REFERENCE
+from experiments.papers.diffkv.systems import REFERENCE, key_of
 from experiments.study import Values
 
 
@@ -18,11 +17,6 @@ def of_alpha(alpha_h: float, alpha_l: float) -> str:
 
 def of_budget(method: str, budget: float) -> str:
     return f"{method} {budget:.15g}"
-
-
-def key_of(system: str) -> str:
-    """A system's name in names of values."""
-    return re.sub(r"\W+", "_", system).lower()
 
 
 def dropped(row: Row) -> float:

@@ -18,7 +18,8 @@ from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
-from experiments.papers.diffkv.comparison import at_no_less_memory, by_system, dropped, key_of
+from experiments.papers.diffkv.comparison import at_no_less_memory, by_system, dropped
+from experiments.papers.diffkv.systems import key_of
 from experiments.study import Values
 
 TASKS = ("needle", "multikey", "chain", "values", "cot")
@@ -32,7 +33,7 @@ class SparsityFlags(AccuracyFlags):
     num_prompts: int = flag(20, "of each task and context", least=1)
     alphas: tuple[float, ...] = flag((0.02, 0.1, 0.3, 1.0), "thresholds of dynamic budgets")
     budgets: tuple[float, ...] = flag(
-        (0.5, 0.81, 0.935, 0.99), "shares of static budgets", none=True
+        (0.5, 0.81, 0.935, 0.99), "shares of static budgets", above=0, most=1, none=True
     )
 
 

@@ -67,7 +67,7 @@ def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
 
     memory_least, memory_most: KV memory of DiffKV's smallest and largest system.
     over_BASELINE: points of DiffKV's best system with no more memory over the baseline.
-    pruned_TASK: share of pruned tokens at the first thresholds.
+    pruned_TASK: share of pruned tokens at the first thresholds, mean over prompts.
     pruned_spread: range of pruned_TASK.
     """
     found, first = accuracy.pooled(rows), of_alpha(*flags.points[0])
@@ -82,12 +82,16 @@ def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
             best = [r.score for r in ours if memory and (r.kv_memory_fraction or 1) <= memory]
             over = max(best) - found[name].score if best else None
             numbers[f"over_{name.replace(' ', '_')}"] = over
+    by_task: dict[str, list[tuple[float, int]]] = {}
+    mine = [r for r in rows if (r.system, r.reference) == (first, REFERENCE) and r.context]
+    for row in mine:
+        if row.high is not None and row.low is not None:
+            pair = 1 - row.high - row.low, row.prompts
+            by_task.setdefault(row.task, []).append(pair)
     pruned = {
-        row.task: 1 - row.high - row.low
-        for row in rows
-        if row.system == first and row.reference == REFERENCE and row.context
-        and row.high is not None and row.low is not None
-    }  # fmt: skip
+        task: float(np.average([x for x, _ in of], weights=[n for _, n in of]))
+        for task, of in by_task.items()
+    }
     numbers |= {f"pruned_{task}": share for task, share in pruned.items()}
     if pruned:
         numbers["pruned_spread"] = max(pruned.values()) - min(pruned.values())

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from experiments.lib import shipped
 from experiments.lib.answers import ALL
 from experiments.lib.typed_flags import Flags, flag
-from experiments.papers.diffkv.comparison import key_of
 from experiments.papers.diffkv.equal_bytes import draw_panel, front
+from experiments.papers.diffkv.systems import key_of
 from experiments.study import Setting, Study, Values
 
 REPORTS = (

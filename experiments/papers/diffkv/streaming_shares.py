@@ -19,7 +19,8 @@ from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import systems
-from experiments.papers.diffkv.comparison import by_system, draw_families, dropped, key_of
+from experiments.papers.diffkv.comparison import by_system, draw_families, dropped
+from experiments.papers.diffkv.systems import key_of
 from experiments.papers.lserve.gates import BUNDLED_GATES, JUDGE_GATES, gates_of
 from experiments.study import Values
 
@@ -42,11 +43,11 @@ class ShareFlags(AccuracyFlags):
 
 
 def label(share: float) -> str:
-    return f"{100 * share:g}% streaming"
+    return f"{100 * share:.15g}% streaming"
 
 
 def control(flags: ShareFlags) -> str:
-    return f"{100 * flags.shares[0]:g}% random heads"
+    return f"{100 * flags.shares[0]:.15g}% random heads"
 
 
 def make_systems(flags: ShareFlags) -> accuracy.Systems:

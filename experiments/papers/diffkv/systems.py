@@ -3,7 +3,10 @@ also for the tables on public benchmarks, whose model and problems the user supp
 
 import ast
 import functools
+import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
 from experiments.lib.shipped import ROOT
+from experiments.lib.text_files import read_lines, shown
 from experiments.lib.typed_flags import flag
 from experiments.papers.lserve.gates import gates_of
 from models import checkpoint
@@ -122,18 +126,21 @@ def of_flags(flags: AccuracyFlags, given: Sequence[str]) -> EngineConfig:
     and no option of the policy, for an invalid value, and for gates that the model lacks.
     """
     chosen = {name: value for name, value in _values(given).items() if name not in OF_SIZE}
-    policy_name = chosen.get("policy", EngineConfig.policy)
+    policy_name = str(chosen.get("policy", EngineConfig.policy))
     policy = policy_of(policy_name)
     weights_hash = functools.partial(checkpoint.weights_hash, flags.model)
     options: dict[str, Any] = chosen.pop("policy_options", {})
     for field in fields(policy.options):
         value = chosen.pop(f"{policy_name}_{field.name}", None)
         if value is not None and (read := field.metadata.get("read")):
-            value = read(str(find(flags.model) / value.rpartition("/")[2]), weights_hash)
+            value = read(str(find(flags.model) / str(value).rpartition("/")[2]), weights_hash)
         if value is not None:
             options[field.name] = value
     if unknown := chosen.keys() - {field.name for field in fields(EngineConfig)}:
-        raise ValueError(f"--{min(unknown)} in {', '.join(given)} is no flag of an engine")
+        raise ValueError(
+            f"--{min(unknown)} in {', '.join(given)} is no flag of an engine with "
+            f"--policy={policy_name}"
+        )
     return accuracy.config_of(
         flags, **accuracy.whole_prompts(flags) | chosen, policy_options=options
     )
@@ -143,36 +150,62 @@ def with_others(
     found: accuracy.Systems, flags: AccuracyFlags, others: Sequence[str]
 ) -> accuracy.Systems:
     """The systems and those of flag files, by the files' names. Raises ValueError for a name that
-    another system has."""
+    another system has in the names of values."""
     found = dict(found)
     for each in others:
-        if (name := Path(each).stem) in found:
-            raise ValueError(f"--others: {each} has the name of another system; rename the file")
+        name, keys = Path(each).stem, {key_of(known): known for known in found}
+        if other := keys.get(key_of(name)):
+            raise ValueError(
+                f"--others: {each} has the name of another system, {other}; rename the file"
+            )
         found[name] = of_flags(flags, (each,))
     return found
 
 
+def key_of(system: str) -> str:
+    """A system's name in names of values."""
+    return re.sub(r"\W+", "_", system).lower()
+
+
 def _values(given: Sequence[str]) -> dict[str, Any]:
     """Values of flags by name."""
-    lines: list[str] = []
+    found: dict[str, Any] = {}
     for each in given:
         if each.startswith("--"):
-            lines.append(each)
+            found |= [_pair(each, each)]
             continue
         path = Path(each) if each.endswith(".flags") else ROOT / f"configs/{each}.flags"
-        try:
-            lines += path.read_text("utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"flag file {path}: {error}") from error
-    pairs = (line[2:].partition("=") for line in lines if line.startswith("--"))
-    return {name: _value(text) for name, _, text in pairs}
+        lines = ((number, line.strip()) for number, line in enumerate(read_lines(path), 1))
+        own = [
+            _pair(line, f"{path}:{number}")
+            for number, line in lines if line and not line.startswith(("#", "//"))
+        ]  # fmt: skip
+        if not own:
+            raise ValueError(f"{path}: holds no flag")
+        found |= own
+    return found
+
+
+def _pair(line: str, where: str) -> tuple[str, Any]:
+    """The name and value of a flag, written as -name=value, --name=value or --noname."""
+    form = re.fullmatch(r"--?(\w+)(?:=(.*))?", line)
+    if form is None:
+        raise ValueError(f"{where}: flags are --name=value, not {shown(line)}")
+    name, text = form.groups()
+    if text is not None:
+        return name, _value(text)
+    switches = {f.name for f in fields(EngineConfig) if isinstance(f.default, bool)}
+    off = name.removeprefix("no")
+    if name not in switches and off not in switches:
+        raise ValueError(f"{where}: --{name} needs a value, as --{name}=value")
+    return (name, True) if name in switches else (off, False)
 
 
 def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def long_context(flags: DiffKVFlags) -> accuracy.Systems:

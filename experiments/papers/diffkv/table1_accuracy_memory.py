@@ -59,7 +59,7 @@ class MemoryFlags(AccuracyFlags):
         ("5/1/0",), "alpha_top/alpha_h/alpha_l of 16 bits, K8V4 and K4V2", none=True
     )
     budgets: tuple[float, ...] = flag(
-        (0.35, 0.5), "of H2O and SnapKV, shares of the tokens", none=True
+        (0.35, 0.5), "of H2O and SnapKV, shares of the tokens", above=0, most=1, none=True
     )
     duo_share: float = flag(0.5, "of the KV heads that stream in DuoAttention", least=0, most=1)
     gates: str = flag(BUNDLED_GATES, "DuoAttention's; '' for no such", path=True)

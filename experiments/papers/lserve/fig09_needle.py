@@ -20,6 +20,7 @@ from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
 from experiments.lib.typed_flags import flag
 from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
+from experiments.papers.masked import check_distinct
 from experiments.study import Run, Values
 from experiments.tasks.tasks import make_prompts
 from models import load_tokenizer
@@ -45,6 +46,7 @@ class NeedleFlags(AccuracyFlags):
             raise ValueError("--problems have no known depth: only --tasks can be asked")
         if self.tasks not in (("needle",), ("multikey",)):
             raise ValueError("--tasks must be needle or multikey: others have no single depth")
+        check_distinct(contexts=self.contexts, budgets=self.budgets)
 
 
 @dataclass(frozen=True)

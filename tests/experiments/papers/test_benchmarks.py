@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from models import checkpoint
 from models import params as parameters
 from models.config import ModelConfig
 from models.families import family
+from tests.experiments.papers.made_up import found_with, rows_of
 from tests.sweeps import swept
 
 LLAMA = ModelConfig(
@@ -121,3 +123,12 @@ def test_averages_are_of_tasks_and_problems_must_be_named(tmp_path):
     study = table2_longbench.STUDY
     with pytest.raises(ValueError, match="--problems must name the benchmark's file"):
         study.check(study.flags())
+
+
+def test_a_tasks_score_is_the_mean_of_its_prompts_of_all_lengths():
+    rows = rows_of({"Dense": found_with([True] * 3, 0.5)})
+    short, long = (replace(rows[0], context=c) for c in (256, 512))
+    found = benchmarks.scores([short, replace(long, prompts=1, score=0, kv_memory_fraction=0.1)])
+    assert found["dense_values"] == 75 and found["dense_average"] == 75
+    assert found["dense_values_512"] == 0
+    assert found["dense_memory"] == pytest.approx((3 * 0.5 + 0.1) / 4)

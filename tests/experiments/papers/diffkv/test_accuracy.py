@@ -334,12 +334,22 @@ def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch
     assert list(equal_bytes.make_systems(bytes_flags)) == ["vllm", "diffkv", "mine"]
     ours, others = kept_answers.outside("diffkv"), kept_answers.outside(mine.policy)
     assert not ours and len(others["policy"]) == 64
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_policy.py").write_text("from own_parts import P")
+    (tmp_path / "own_parts.py").write_text("P = 1")
+    before = kept_answers.outside("own_policy:P")
+    (tmp_path / "own_parts.py").write_text("P = 2")
+    assert kept_answers.outside("own_policy:P") != before
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "flag file .*mine.flags: .*No such file"),
+        (None, "mine.flags: cannot be read: No such file"),
+        ("# nothing", "mine.flags: holds no flag"),
+        ("--page_size=16\npolicy=lserve", "mine.flags:2: flags are --name=value, not"),
+        ("--page_size", "mine.flags:1: --page_size needs a value"),
+        ("--policy=7", "policy must be one of .*, not '7'"),
         ("--page=16", "--page in .*mine.flags is no flag of an engine"),
         ("--policy=tova:NONE", "policy 'tova:NONE'"),
     ],
@@ -352,9 +362,23 @@ def test_a_bad_flag_file_is_refused_by_name(tmp_path, text, message):
         systems.of_flags(accuracy_memory.MemoryFlags(**MEMORY), (str(file),))
 
 
+def test_a_flag_file_is_read_as_absl_reads_it(tmp_path):
+    file = tmp_path / "mine.flags"
+    file.write_text(
+        "\ufeff  --policy=diffkv\n\n// a comment\n-diffkv_alpha_l=.1\n--norun_ahead\n", "utf-8"
+    )
+    config = systems.of_flags(accuracy_memory.MemoryFlags(**MEMORY), (str(file),))
+    assert (config.policy, config.policy_options.alpha_l) == ("diffkv", 0.1)
+    assert not config.run_ahead
+    (tmp_path / "quest.flags").write_text("--page_size=16")
+    flags = accuracy_memory.MemoryFlags(**MEMORY, others=(str(tmp_path / "quest.flags"),))
+    with pytest.raises(ValueError, match="has the name of another system, Quest"):
+        accuracy_memory.make_systems(flags)
+
+
 def test_every_system_of_the_flag_files_is_read():
     """The flag files set the systems' values, and the study sets the sizes."""
-    flags = equal_bytes.BytesFlags(**FLAGS)
+    flags = equal_bytes.BytesFlags(**FLAGS, systems=tuple(equal_bytes.SYSTEMS))
     found = equal_bytes.make_systems(flags)
     assert {config.max_model_len for config in found.values()} == {256}
     assert found["quest"].policy_options.select_per == "query_head"
