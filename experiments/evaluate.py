@@ -13,7 +13,7 @@ run's along the reference answers. Both models must have one tokenizer.
 
 Writes to --output_dir: accuracy.csv, prompts.csv (each answer), distributions.npz, accuracy.png,
 report.json and summary.json. Ctrl-C ends the run after the current setting: finished settings are
-written, and marked as partial.
+written, and marked as partial. They replace a complete run only with --overwrite.
 """
 
 import hashlib
@@ -266,7 +266,7 @@ def main(flags: EvaluateFlags, output: Output) -> int:
     def write_found(cause: str | None) -> tuple[str, list[OSError]]:
         total = sum(map(len, problems.values()))
         missing = serving.missing(cause, total, ["stop"] * len(found.answers))
-        if missing and run_record.is_complete(output.folder):
+        if missing and not output.overwrite and run_record.is_complete(output.folder):
             return "ended early; the complete result of before stays", []
         rows = accuracies(found, others)
         failures = write(output.folder, rows, found, facts | {"partial": missing})

@@ -120,7 +120,9 @@ class Row:
     @property
     def awaits_the_paper(self) -> bool:
         """Whether the verdict is about a smaller setting, and a command has the paper's."""
-        return bool(self.study.command) and self.said("setting")["level"] == "reduced"
+        asked = self.result is not None and bool(self.result["flags"].get("problems"))
+        level = self.said("setting")["level"]
+        return bool(self.study.command) and level == "reduced" and not asked
 
     @property
     def values(self) -> Sequence[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ on. So several studies may run in one folder at the same time, and share the ans
 systems to equal prompts.
 """
 
+import ast
 import hashlib
 import importlib
 import inspect
@@ -60,10 +61,22 @@ def outside(policy: str) -> dict[str, str]:
     if policy in POLICIES:
         return {}
     name = policy.partition(":")[0]
-    importlib.import_module(name)
-    file = Path(inspect.getfile(importlib.import_module(name.partition(".")[0])))
-    inside = file.parent.rglob if file.name == "__init__.py" else file.parent.glob
-    return {"policy": code_hash(inside("*.py"))}
+    module = importlib.import_module(name)
+    package = importlib.import_module(name.partition(".")[0])
+    folders = getattr(package, "__path__", ())
+    if not folders:
+        file = Path(inspect.getfile(module))
+        return {"policy": code_hash({file, *filter(is_python, file.parent.glob("*.py"))})}
+    return {"policy": code_hash(path for each in folders for path in Path(each).rglob("*.py"))}
+
+
+def is_python(path: Path) -> bool:
+    """Whether a file can be parsed; files that cannot be are imported by no module."""
+    try:
+        compile(path.read_bytes(), path, "exec", flags=ast.PyCF_ONLY_AST)
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
 
 
 def path_of(output_dir: str | Path, name: str, asked: Any) -> Path:
@@ -96,10 +109,11 @@ def read(path: Path) -> Evaluation | None:
         distributions = reference.read(path.with_suffix(".npz"))
         held = [Held(**each) for each in content["held"]]
         [setting] = {(each.task, each.context) for each in answers}
+        in_range = all(0 <= each.score <= 1 for each in answers)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     if [each.key for each in answers] != list(distributions):
         return None
-    if not all(0 <= each.score <= 1 for each in answers):
+    if not in_range:
         return None
     return Evaluation(answers, distributions, {setting: held})

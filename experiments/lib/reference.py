@@ -23,6 +23,7 @@ from paged.requests.sequence import RequestOutput
 
 Key = tuple[str, int, int]  # task, context and index of a prompt
 LEAST = 1e-9  # lower bound of probabilities in a divergence
+ROUNDING = 1e-6  # of a sum of float32 probabilities
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,11 @@ def divergence(ours: Distributions, theirs: Distributions) -> float:
         all_q, all_p = np.exp(tops.astype(np.float64)), np.exp(other_tops.astype(np.float64))
         q, p = all_q[at], all_p[other_at]
         only_theirs = np.delete(all_p, other_at)
-        q_left, p_left = (max(1 - x.sum(), LEAST) for x in (q, p))
+        q_left, p_left = max(1 - q.sum(), ROUNDING), max(1 - p.sum(), LEAST)
         p_only = min(only_theirs.sum(), p_left)
-        most = min(len(only_theirs) * all_q.min(), 1 - all_q.sum()) if len(only_theirs) else 0.0
+        most = min(len(only_theirs) * all_q.min(), max(1 - all_q.sum(), ROUNDING))
         # Of all shares up to `most`, the one with the least divergence.
-        q_only = min(max(most, 0.0), q_left * p_only / p_left)
+        q_only = min(most, q_left * p_only / p_left)
         q = np.maximum([*q, q_only, q_left - q_only], LEAST)
         p = np.maximum([*p, p_only, p_left - p_only], LEAST)
         q, p = q / q.sum(), p / p.sum()

@@ -164,6 +164,7 @@ def run(
         bar_format="{desc} {percentage:3.0f}% |{bar}| {n:.0f}/{total:.0f} {unit}{postfix}",
     )  # fmt: skip
     try:
+        users.pin()
         while not stop_requested() and ((step < steps) if steps else (minutes_now() < minutes)):
             users.act(step, operations)
             step += 1

@@ -53,8 +53,7 @@ def _of_engine(users: Users) -> list[Mechanism]:
     if config.prefix_caching:
         flags = "a smaller --page_size, or more time"
         found.append(Mechanism("cached_tokens", "no hit in the prefix cache", flags))
-        flags = "a smaller --drain_every, or more time"
-        found.append(Mechanism("pinned_prefixes", "no pin of a prefix", flags))
+        found.append(Mechanism("pinned_prefixes", "no pin of a prefix", "fewer --interrupts"))
     if config.adapter_slots:
         pages = sum(adapter.num_pages for adapter in known)
         more = len(known) > config.adapter_slots or pages > config.num_adapter_pages

@@ -134,7 +134,7 @@ def _problem(entry, path: str, number: int, output_tokens: int) -> TaskPrompt:
             f"{shown(answers)}"
         )
     task = entry.get("task") or _task(Path(path))
-    if task in RESERVED:
+    if task.lower() in RESERVED:
         raise ValueError(f"{where}: {task!r} is no name for a task: reports name sums so")
     return TaskPrompt(
         entry["prompt"], answers[0], task, 0,

@@ -32,7 +32,7 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, ModelFlags, Output, flag, part
 from experiments.tasks import answer_formats, tasks
 from experiments.tasks.tasks import TaskPrompt
-from experiments.train.data import TrainingData, check_corpus
+from experiments.train.data import CHARACTERS, TrainingData, check_corpus
 from experiments.train.trainer import loss_fn
 from experiments.workloads.tenants import RECORD
 from models import checkpoint, llama, load_tokenizer, peft
@@ -239,14 +239,14 @@ def main(flags: LoraFlags, output: Output) -> None:
         model = checkpoint.load_config(flags.model)
         if family(model) is not llama:
             raise ValueError(f"--model={flags.model} is {model.model_type}: not of Llama's family")
-        check_model(flags.model, CONTEXTS)
+        check_model(flags.model, [*CONTEXTS, how.length])
+        tokenizer = load_tokenizer(flags.model)
+        TrainingData(how.seed, 0.0, CHARACTERS * how.length, tokenizer=tokenizer)
         config = engine_config(
             model, max_model_len=CONTEXTS[-1] + 16, max_num_seqs=4, max_num_batched_tokens=64,
             kv_cache_tokens=4096, adapter_slots=1, max_adapter_rank=max(wanted.values()),
         )  # fmt: skip
-        last = make_prompts(
-            CONTEXTS, 2 * how.evaluation_prompts, LAST_SEED, load_tokenizer(flags.model)
-        )
+        last = make_prompts(CONTEXTS, 2 * how.evaluation_prompts, LAST_SEED, tokenizer)
         engine = load_engine(config, model=flags.model)
     p = checkpoint.load(flags.model)[1]
     base, environment = checkpoint.weights_hash(flags.model), run_record.describe_environment()

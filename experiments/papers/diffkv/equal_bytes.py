@@ -43,7 +43,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 SYSTEMS |= {n: ("diffkv", n) for n in ("kv_int8", "kv_int4", "h2o", "snapkv", "kivi", "qaq")}
-ELSEWHERE = ("kivi", "qaq")  # Table 1 asks them the same questions; see joint_frontier.py.
+ELSEWHERE = ("kivi", "qaq")  # asked by Table 1, at full the same questions; see joint_frontier.py
 
 
 @dataclass(frozen=True)

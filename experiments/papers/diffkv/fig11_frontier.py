@@ -115,11 +115,12 @@ def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 
 def draw_mix(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draws the shares of tokens by task (Fig. 12), means over contexts."""
+    """Draws the shares of tokens by task (Fig. 12), means over prompts."""
     tasks = list(dict.fromkeys(row.task for row in rows))
+    of_tasks = [[row for row in rows if row.task == task] for task in tasks]
     shares = np.array([
-        np.mean([(row.high or 0, row.low or 0) for row in rows if row.task == task], axis=0)
-        for task in tasks
+        np.average([(r.high or 0, r.low or 0) for r in of], 0, [r.prompts for r in of])
+        for of in of_tasks
     ]).reshape(-1, 2)  # fmt: skip
     left = np.zeros(len(tasks))
     parts = zip(("high", "low", "dropped"), [*shares.T, 1 - shares.sum(1)])

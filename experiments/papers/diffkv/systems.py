@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags
+from experiments.lib import shipped
 from experiments.lib.shipped import ROOT
 from experiments.lib.text_files import read_lines, shown
 from experiments.lib.typed_flags import flag
@@ -27,6 +28,7 @@ FP16, DIFFKV, INT4, KIVI, QAQ = "FP16", "DiffKV", "INT4", "KIVI", "QAQ"
 QUEST, SNAPKV = "Quest", "SnapKV"
 KIVI_GROUP = 32  # channels of a value, or tokens of a key's channel, that share a scale
 PAGE_SIZE = 16  # tokens of high precision in a page
+SWITCHES = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 # Flags that a study's own flags replace.
 OF_SIZE = ("model", "max_model_len", "kv_cache_tokens", "max_num_seqs")
 BUDGETED = {
@@ -130,6 +132,8 @@ def of_flags(flags: AccuracyFlags, given: Sequence[str]) -> EngineConfig:
     policy = policy_of(policy_name)
     weights_hash = functools.partial(checkpoint.weights_hash, flags.model)
     options: dict[str, Any] = chosen.pop("policy_options", {})
+    if not isinstance(options, dict):
+        raise ValueError(f"--policy_options in {', '.join(given)} must be an object of JSON")
     for field in fields(policy.options):
         value = chosen.pop(f"{policy_name}_{field.name}", None)
         if value is not None and (read := field.metadata.get("read")):
@@ -182,7 +186,8 @@ def _values(given: Sequence[str]) -> dict[str, Any]:
         ]  # fmt: skip
         if not own:
             raise ValueError(f"{path}: holds no flag")
-        found |= own
+        for name, value in own:
+            found |= _values([shipped.found(str(value))]) if name == "flagfile" else {name: value}
     return found
 
 
@@ -192,9 +197,10 @@ def _pair(line: str, where: str) -> tuple[str, Any]:
     if form is None:
         raise ValueError(f"{where}: flags are --name=value, not {shown(line)}")
     name, text = form.groups()
-    if text is not None:
-        return name, _value(text)
     switches = {f.name for f in fields(EngineConfig) if isinstance(f.default, bool)}
+    if text is not None:
+        value = _value(text)
+        return name, SWITCHES.get(str(value).lower(), value) if name in switches else value
     off = name.removeprefix("no")
     if name not in switches and off not in switches:
         raise ValueError(f"{where}: --{name} needs a value, as --{name}=value")
@@ -203,9 +209,9 @@ def _pair(line: str, where: str) -> tuple[str, Any]:
 
 def _value(text: str) -> Any:
     for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return read(text)
-    return {"true": True, "false": False}.get(text.lower(), text)
+    return text
 
 
 def long_context(flags: DiffKVFlags) -> accuracy.Systems:

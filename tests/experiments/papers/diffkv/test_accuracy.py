@@ -349,6 +349,7 @@ def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch
         ("# nothing", "mine.flags: holds no flag"),
         ("--page_size=16\npolicy=lserve", "mine.flags:2: flags are --name=value, not"),
         ("--page_size", "mine.flags:1: --page_size needs a value"),
+        ("--policy_options=5", "must be an object of JSON"),
         ("--policy=7", "policy must be one of .*, not '7'"),
         ("--page=16", "--page in .*mine.flags is no flag of an engine"),
         ("--policy=tova:NONE", "policy 'tova:NONE'"),
@@ -365,11 +366,14 @@ def test_a_bad_flag_file_is_refused_by_name(tmp_path, text, message):
 def test_a_flag_file_is_read_as_absl_reads_it(tmp_path):
     file = tmp_path / "mine.flags"
     file.write_text(
-        "\ufeff  --policy=diffkv\n\n// a comment\n-diffkv_alpha_l=.1\n--norun_ahead\n", "utf-8"
+        "\ufeff  --policy=diffkv\n\n// a comment\n-diffkv_alpha_l=.1\n--norun_ahead\n"
+        f"--prefix_caching=0\n--flagfile={tmp_path}/more.flags",
+        "utf-8",
     )
+    (tmp_path / "more.flags").write_text("--page_size=32")
     config = systems.of_flags(accuracy_memory.MemoryFlags(**MEMORY), (str(file),))
     assert (config.policy, config.policy_options.alpha_l) == ("diffkv", 0.1)
-    assert not config.run_ahead
+    assert not config.run_ahead and not config.prefix_caching and config.page_size == 32
     (tmp_path / "quest.flags").write_text("--page_size=16")
     flags = accuracy_memory.MemoryFlags(**MEMORY, others=(str(tmp_path / "quest.flags"),))
     with pytest.raises(ValueError, match="has the name of another system, Quest"):
@@ -402,10 +406,30 @@ def test_the_joint_frontier_refuses_reports_of_other_questions(tmp_path):
         mixed = (flags.reports[0], str(tmp_path / "report.json"))
         with pytest.raises(ValueError, match=message):
             joint_frontier.check(joint_frontier.FrontierFlags(mixed))
+    odd = json.loads(json.dumps(other))
+    odd["rows"] = [row | {"score": 1.0} for row in odd["rows"]]
+    (tmp_path / "report.json").write_text(json.dumps(odd))
+    with pytest.raises(ValueError, match="disagree on a system"):
+        joint_frontier.check(joint_frontier.FrontierFlags(mixed))
     for text in ("", "[]", "{}", json.dumps(first | {"partial": "Ctrl-C"})):
         (tmp_path / "report.json").write_text(text)
         with pytest.raises(ValueError, match=r"report\.json: "):
             joint_frontier.check(joint_frontier.FrontierFlags(mixed))
+
+
+def test_the_joint_frontier_has_each_system_of_the_committed_reports_once():
+    rows = list(joint_frontier.measure(joint_frontier.FrontierFlags(), None))
+    families = {row.system: joint_frontier.family(row.system) for row in rows}
+    assert len(families) == len(rows)
+    assert {"INT4", "KIVI", "QAQ", "TOVA", "Quest", "LServe"} <= families.keys()
+    for system, family in families.items():
+        if "streaming" in system or "selection" in system:
+            assert family == "combined", system
+        assert (family == "DiffKV") == system.startswith("DiffKV"), system
+    assert joint_frontier.family("three levels 5/1/0.02") == "DiffKV"
+    only = joint_frontier.FrontierFlags((joint_frontier.REPORTS[3],))  # formats alone
+    numbers = joint_frontier.values(only, list(joint_frontier.measure(only, None)))
+    assert not joint_frontier.holds({n: x for n, x in numbers.items() if x is not None})
 
 
 def test_the_joint_frontier_compares_each_baseline_with_diffkv_in_no_more_bytes():
