@@ -33,6 +33,7 @@ from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import MATCHES, Problems, read_problems
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
+from paged.kv_cache import policy_of
 from paged.tensor_parallel import Shards
 
 PAGE_SIZE = 64
@@ -185,9 +186,15 @@ def problems_of(flags: AccuracyFlags, systems: Systems) -> Problems:
     """The prompts, by task and context. Raises ValueError if a prompt does not fit, or if a system
     cannot run the model."""
     model = checkpoint.load_config(flags.model)
-    for config in systems.values():
+    for name, config in systems.items():
         shards = Shards(model, config.tensor_parallel, dtype=flags.dtype)
         check_implementation(flags.attention_implementation, config, shards)
+        sizes = policy_of(config.policy).sizes(config, shards.sharded)
+        if not sizes.fits(config.max_model_len, 1):
+            raise ValueError(
+                f"--at_once={flags.at_once} leaves {name} no memory for a sequence of "
+                f"{config.max_model_len} tokens: more are needed"
+            )
     tokenizer = load_tokenizer(flags.model)
     for path in flags.problems:
         if os.path.exists(path) and not os.path.isfile(path):

@@ -145,7 +145,8 @@ def draw_panel(
         axes.plot(size, missed, "o", markersize=4, label=label, color=colour)
         axes.annotate(str(number), (size, missed), (3, 3), textcoords="offset points", fontsize=7)
     axes.set(yscale="log")
-    axes.invert_yaxis()
+    if not axes.yaxis_inverted():  # panels may share the axis
+        axes.invert_yaxis()
 
 
 STUDY = accuracy.study(

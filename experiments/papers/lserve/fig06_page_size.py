@@ -41,7 +41,11 @@ def label(pages: str, budget: int) -> str:
 def config(flags: AccuracyFlags, page: int, logical: int, budget: int) -> EngineConfig:
     """Pages of `page` tokens, scored by their logical pages; a token reads `budget` tokens."""
     chosen = {"budget": budget, "logical_page": logical, "reuse": 1}
-    return accuracy.config_of(flags, policy="lserve", page_size=page, policy_options=chosen)
+    # Bounds of the keys of each token take as much memory as its key and value.
+    room = (flags.at_once + 1) * flags.longest * (2 if logical == 1 else 1)
+    return accuracy.config_of(
+        flags, policy="lserve", page_size=page, policy_options=chosen, kv_cache_tokens=room
+    )
 
 
 def systems(flags: PageFlags) -> accuracy.Systems:
