@@ -5,8 +5,9 @@ python -m experiments.soak --policy=lserve --preemption_mode=swap \\
     --lserve_gates=models/bundled/duo_gates.json --lserve_streaming_share=0.5 \\
     --lserve_budget=48 --lserve_sink=16 --lserve_local=32
 python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefill --page_size=8 \\
-    --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=28 \\
-    --diffkv_window=16
+    --max_model_len=96 --max_num_batched_tokens=96 --max_num_seqs=4 --kv_cache_tokens=40 \\
+    --diffkv_window=16 --diffkv_gates=models/bundled/duo_gates.json --diffkv_streaming_share=0.5 \\
+    --diffkv_sink=8 --diffkv_local=16 --diffkv_read_pages=4 --logprob_tolerance=0.1
 
 Random requests arrive: single sequences, parallel samples and beam searches. Requests stream, stop
 at strings, share prefixes, some of them pinned, and are aborted in any state. The KV cache is so
