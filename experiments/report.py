@@ -34,6 +34,7 @@ from pallas_kernels.ops import OPS
 
 HOLDS, FAILS, OPEN, NOT_RUN = *VERDICT_OF.values(), "not run"
 VERDICTS = (HOLDS, FAILS, OPEN, NONE, NOT_RUN)
+TWICE = "A row in two columns: its program can also ask the paper's model, which was not run."
 STAR = (
     "<sup>*</sup>: the result has other flags than the full setting now has; `make report` lists "
     "them."
@@ -223,6 +224,8 @@ def summary_table(of: Sequence[Row], up: str) -> str:
             lines.append(f"| [{name}]({up}docs/systems/{paper}.md) | {' | '.join(cells)} |")
     if any(row.by_other_flags for row in of):
         lines += ["", STAR]
+    if any(row.awaits_the_paper for row in of if row.is_figure):
+        lines += ["", TWICE]
     return "\n".join(lines)
 
 
