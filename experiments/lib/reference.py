@@ -102,7 +102,7 @@ def divergence(ours: Distributions, theirs: Distributions) -> float:
         all_q, all_p = np.exp(tops.astype(np.float64)), np.exp(other_tops.astype(np.float64))
         q, p = all_q[at], all_p[other_at]
         only_theirs = np.delete(all_p, other_at)
-        q_left, p_left = max(1 - q.sum(), ROUNDING), max(1 - p.sum(), LEAST)
+        q_left, p_left = (max(1 - x.sum(), ROUNDING) for x in (q, p))
         p_only = min(only_theirs.sum(), p_left)
         most = min(len(only_theirs) * all_q.min(), max(1 - all_q.sum(), ROUNDING))
         # Of all shares up to `most`, the one with the least divergence.
