@@ -79,7 +79,7 @@ class Row:
 
 
 def report_of(path: str) -> dict[str, Any]:
-    """Raises ValueError for a file that is no report of answers."""
+    """The report in a file. Raises ValueError for a file that is no report of answers."""
     try:
         report = json.loads(Path(shipped.found(path)).read_bytes())
     except (OSError, ValueError) as error:
@@ -94,7 +94,7 @@ def report_of(path: str) -> dict[str, Any]:
 
 
 def reports_of(flags: FrontierFlags) -> list[dict[str, Any]]:
-    """Raises ValueError unless all reports are of the same questions."""
+    """The reports of --reports. Raises ValueError unless all are of the same questions."""
     found = [report_of(path) for path in flags.reports]
     for report in found[1:]:
         for name in SAME:
@@ -224,7 +224,7 @@ def draw(_: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 STUDY = Study(
     __file__,
-    title="All systems on one frontier of accuracy over bytes (DiffKV Fig. 11, with more systems)",
+    title="Systems of several studies on one frontier of accuracy over bytes",
     kind="analogue",
     claim="at equal bytes no baseline answers better than DiffKV, which prunes tokens",
     rule=f"each baseline is at most {SLACK:g} point above the best DiffKV system that prunes and "

@@ -171,8 +171,8 @@ def key_of(system: str) -> str:
     return re.sub(r"\W+", "_", system).lower()
 
 
-def _values(given: Sequence[str]) -> dict[str, Any]:
-    """Values of flags by name."""
+def _values(given: Sequence[str], within: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Values of flags by name. within: the flag files that name these files."""
     found: dict[str, Any] = {}
     for each in given:
         if each.startswith("--"):
@@ -186,8 +186,13 @@ def _values(given: Sequence[str]) -> dict[str, Any]:
         ]  # fmt: skip
         if not own:
             raise ValueError(f"{path}: holds no flag")
+        if path in within:
+            raise ValueError(f"{path}: names itself as a --flagfile")
         for name, value in own:
-            found |= _values([shipped.found(str(value))]) if name == "flagfile" else {name: value}
+            if name == "flagfile":
+                found |= _values([shipped.found(str(value))], (*within, path))
+            else:
+                found[name] = value
     return found
 
 

@@ -350,6 +350,7 @@ def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch
         ("--page_size=16\npolicy=lserve", "mine.flags:2: flags are --name=value, not"),
         ("--page_size", "mine.flags:1: --page_size needs a value"),
         ("--policy_options=5", "must be an object of JSON"),
+        ("--flagfile=FOLDER/mine.flags", "names itself as a --flagfile"),
         ("--policy=7", "policy must be one of .*, not '7'"),
         ("--page=16", "--page in .*mine.flags is no flag of an engine"),
         ("--policy=tova:NONE", "policy 'tova:NONE'"),
@@ -358,7 +359,7 @@ def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch
 def test_a_bad_flag_file_is_refused_by_name(tmp_path, text, message):
     file = tmp_path / "mine.flags"
     if text:
-        file.write_text(text)
+        file.write_text(text.replace("FOLDER", str(tmp_path)))
     with pytest.raises(ValueError, match=message):
         systems.of_flags(accuracy_memory.MemoryFlags(**MEMORY), (str(file),))
 
