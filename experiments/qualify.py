@@ -112,7 +112,9 @@ def measure_spread(params, config: ModelConfig, tokenizer, problems: Problems) -
             params, config, tokenizer, asked, distributions.SHARE
         )
         by_query += [np.median(one[:, :, 0], -1) for one in found]
-        of_tasks[task] = distributions.over_prompts(params, config, tokenizer, asked)
+        of_tasks[task] = distributions.over_prompts(
+            params, config, task, distributions.tokens_of(tokenizer, asked)
+        )
     by_prompt = [prompt.critical() for prompts in of_tasks.values() for prompt in prompts]
     rows = [
         row for task, prompts in of_tasks.items() for row in distributions.rows_of(task, prompts)

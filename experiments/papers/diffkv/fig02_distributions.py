@@ -3,19 +3,21 @@ Figs. 2 to 5).
 
 python -m experiments.papers.diffkv.fig02_distributions
 
-Three quantities are measured over whole prompts of each task, by layer and KV head. The number of
-critical tokens differs between layers, heads and prompts.
+Four quantities are measured over whole prompts of each task, and over parts of --texts, by layer
+and KV head. The number of critical tokens differs between layers, heads and prompts.
 
     significance     mean attention probability of later tokens on a token, maximum over the KV
                      head's query heads
     norm             norm of the token's value
     critical tokens  number of tokens that hold 95 % of a prompt's significance
+    pruned           share of the tokens that DiffKV drops from a prompt (§4.3), at --alpha_l
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from tqdm import tqdm
 
+from experiments.lib import text_files
 from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
@@ -33,10 +36,12 @@ from experiments.tasks import tasks
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.families import family
+from paged.kv_cache.diffkv.compression import Rules
 from pallas_kernels.prompt_attention import prompt_attention
 
 SHARE = 0.95
 MOST_LABELS = 16  # of heads
+RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -46,16 +51,19 @@ class PromptFlags(Flags):
         ("story", "needle", "multikey", "values", "cot"), "of experiments/tasks/tasks.py"
     )
     context_length: int = flag(1024, "tokens of prompt and answer", least=2)
-    num_prompts: int = flag(20, "per task", least=1)
+    num_prompts: int = flag(20, "per task and text", least=1)
     seed: int = flag(7, "of the prompts", least=0)
+    texts: tuple[str, ...] = flag((), "text files, cut into prompts", path=True)
+    alpha_l: float = flag(0.1, "of low precision, below which tokens are dropped", least=0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A KV head on a task.
+    """A KV head on a task or text.
 
     tokens: tokens of the first prompt, without its last token.
     critical_mean, critical_std: mean and deviation over prompts of the number of critical tokens.
+    pruned: share of tokens that DiffKV drops from the prompts.
     score_*, norm_*: 0.1th, 50th and 99.9th percentiles of significance and of values' norms.
     """
 
@@ -65,6 +73,7 @@ class Row:
     tokens: int
     critical_mean: float
     critical_std: float
+    pruned: float
     score_p01: float
     score_p50: float
     score_p999: float
@@ -89,6 +98,15 @@ class Prompt(NamedTuple):
         sums = np.cumsum(descending, axis=1)
         return (sums < SHARE * sums[:, -1:]).sum(1) + 1
 
+    def pruned(self, alpha_l: float) -> np.ndarray:
+        """The share [L, K] of tokens that DiffKV drops."""
+        T = self.scores.shape[1] + 1
+        sums_TxK, positions_T = np.zeros((T, 1)), np.arange(T)
+        _, base = RULES.prompt_significance(sums_TxK, positions_T[:, None], T)
+        below = self.scores < alpha_l / np.asarray(base)[:-1]
+        below[:, T - RULES.window :] = False
+        return below.sum(1) / T
+
 
 @partial(jax.jit, static_argnums=1)
 def _measure(params, config: ModelConfig, tokens_T):
@@ -106,17 +124,23 @@ def _measure(params, config: ModelConfig, tokens_T):
     return family(config).forward(params, config, tokens_T, jnp.arange(T), attend, noted)[1]
 
 
-def over_prompts(params, config: ModelConfig, tokenizer, prompts) -> list[Prompt]:
+def tokens_of(tokenizer, prompts: Sequence[tasks.TaskPrompt]) -> list[np.ndarray]:
+    """The tokens of prompts with their answers."""
+    texts = [prompt.prompt + prompt.answer for prompt in prompts]
+    return [np.array(tokenizer(text)["input_ids"], np.int32) for text in texts]
+
+
+def over_prompts(params, config: ModelConfig, name: str, prompts) -> list[Prompt]:
     found = []
-    for prompt in tqdm(prompts, desc=prompts[0].task):
-        tokens = np.array(tokenizer(prompt.prompt + prompt.answer)["input_ids"], np.int32)
+    for tokens in tqdm(prompts, desc=name):
         scores, norms = _measure(params, config, tokens)
         found.append(Prompt(np.asarray(scores)[:, :-1], np.asarray(norms)[:, :-1]))
     return found
 
 
-def rows_of(task: str, found: Sequence[Prompt]) -> Iterator[Row]:
+def rows_of(task: str, found: Sequence[Prompt], alpha_l: float = 0.0) -> Iterator[Row]:
     critical = np.stack([prompt.critical() for prompt in found])
+    pruned = np.mean([prompt.pruned(alpha_l) for prompt in found], 0)
     for layer, head in np.ndindex(critical.shape[1:]):
         counts, percentiles = critical[:, layer, head], []
         for index in (0, 1):
@@ -124,32 +148,41 @@ def rows_of(task: str, found: Sequence[Prompt]) -> Iterator[Row]:
             percentiles += np.percentile(values, (0.1, 50, 99.9)).tolist()
         yield Row(
             task, layer, head, len(found[0].scores[0]), float(counts.mean()),
-            float(counts.std()), *percentiles,
+            float(counts.std()), float(pruned[layer, head]), *percentiles,
         )  # fmt: skip
 
 
-def prompts_of(flags: PromptFlags) -> dict[str, list]:
-    """Prompts by task. Raises ValueError for an unknown task, for too long a context, and for a
-    model whose attention is not plain."""
+def prompts_of(flags: PromptFlags) -> dict[str, list[np.ndarray]]:
+    """Tokens of prompts, by task and by the name of a text. Raises ValueError for an unknown task,
+    for too long a context, for too short a text, and for a model whose attention is not plain."""
     check_model(flags.model, [flags.context_length])
     tokenizer, length = load_tokenizer(flags.model), flags.context_length
-    return {
-        task: tasks.make_prompts(task, length, flags.num_prompts, flags.seed, tokenizer)
+    found = {
+        task: tokens_of(
+            tokenizer, tasks.make_prompts(task, length, flags.num_prompts, flags.seed, tokenizer)
+        )
         for task in flags.tasks
     }
+    for path in flags.texts:
+        tokens = np.array(tokenizer(text_files.read_text(path))["input_ids"], np.int32)
+        if len(tokens) < length:
+            raise ValueError(f"{path}: has {len(tokens)} tokens; a prompt needs {length}")
+        count = min(flags.num_prompts, len(tokens) // length)
+        found[Path(path).name] = np.split(tokens[: count * length], count)
+    return found
 
 
 @functools.lru_cache(maxsize=1)
 def found_of(flags: PromptFlags) -> dict[str, list[Prompt]]:
     """Measured prompts by task, cached because the rows and the figure both need them."""
     config, params = checkpoint.load(flags.model, "float32")
-    tokenizer, prompts = load_tokenizer(flags.model), prompts_of(flags)
-    return {task: over_prompts(params, config, tokenizer, asked) for task, asked in prompts.items()}
+    prompts = prompts_of(flags)
+    return {name: over_prompts(params, config, name, asked) for name, asked in prompts.items()}
 
 
 def measure(flags: PromptFlags, _) -> Iterator[Row]:
     for task, found in found_of(flags).items():
-        yield from rows_of(task, found)
+        yield from rows_of(task, found, flags.alpha_l)
 
 
 def check(flags: PromptFlags) -> None:
@@ -163,10 +196,18 @@ def orders(values: np.ndarray) -> float:
 
 
 def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
-    return summarise(rows, found_of(flags))
+    """The values of `summarise`, without those of texts, and pruned_NAME, the share of tokens that
+    DiffKV drops, by task and text."""
+    found = found_of(flags)
+    of_tasks = [row for row in rows if row.task in flags.tasks]
+    pruned = {
+        f"pruned_{name}": float(np.mean([row.pruned for row in rows if row.task == name]))
+        for name in found
+    }
+    return summarise(of_tasks, {task: found[task] for task in flags.tasks}) | pruned
 
 
-def summarise(rows: Sequence[Row], found: dict[str, list[Prompt]]) -> dict[str, float]:
+def summarise(rows: Sequence[Row], found: Mapping[str, list[Prompt]]) -> dict[str, float]:
     everything = [prompt for prompts in found.values() for prompt in prompts]
     layers = range(len(everything[0].scores))
     both = {
@@ -186,7 +227,7 @@ def summarise(rows: Sequence[Row], found: dict[str, list[Prompt]]) -> dict[str, 
 
 
 def draw(flags: PromptFlags, figure: Figure, rows: Sequence[Row]) -> None:
-    found = found_of(flags)
+    found = {task: found_of(flags)[task] for task in flags.tasks}
     scores, norms, tokens, by_layer, by_head, by_task = figure.subplots(2, 3).flat
     everything = [prompt for prompts in found.values() for prompt in prompts]
     for axes, index, title in (
@@ -234,10 +275,13 @@ def _draw_distributions(axes: Axes, prompts: Sequence[Prompt], index: int, title
 
 
 def table(flags: PromptFlags, rows: Sequence[Row]) -> str:
-    lines = [f"{'tokens with 95 %':18}{'mean':>8}{'least':>8}{'most':>8}"]
-    for task in flags.tasks:
-        means = [row.critical_mean for row in rows if row.task == task]
-        lines.append(f"{task:18}{np.mean(means):8.1f}{min(means):8.1f}{max(means):8.1f}")
+    lines = [f"{'tokens with 95 %':28}{'mean':>8}{'least':>8}{'most':>8}{'pruned %':>10}"]
+    for task in dict.fromkeys(row.task for row in rows):
+        mine = [row for row in rows if row.task == task]
+        means, pruned = [row.critical_mean for row in mine], np.mean([row.pruned for row in mine])
+        lines.append(
+            f"{task:28}{np.mean(means):8.1f}{min(means):8.1f}{max(means):8.1f}{100 * pruned:10.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -249,7 +293,8 @@ STUDY = Study(
     rule="scores span at least twice the orders of magnitude of norms",
     holds=lambda v: v["score_orders_of_magnitude"] >= 2 * v["norm_orders_of_magnitude"],
     setting=Setting(
-        "the judge model, 20 prompts of each of five tasks, 1,024 tokens",
+        "the judge model, 20 prompts of each of five tasks, 1,024 tokens; pruning also on Python "
+        "code and numbers",
         "the paper measures Llama-3-8B on articles of Wikitext; 48 of the judge's 64 "
         "KV heads were added by growing",
         "reduced",
@@ -262,7 +307,10 @@ STUDY = Study(
     draw=draw,
     table=table,
     quick={"num_prompts": 2},
-    full={"model": "judge"},
+    full={
+        "model": "judge",
+        "texts": ("paged/scheduling/scheduler.py", "models/bundled/diffkv_compression.json"),
+    },
     minutes=(0.5, 3),
     size=(12, 7),
 )

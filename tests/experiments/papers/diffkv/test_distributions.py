@@ -1,6 +1,7 @@
 """Scores of tokens and norms of values, against loops in float64."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +19,8 @@ from models.full_attention import causal_attend
 def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
     config, params = checkpoint.load(tiny_folder, "float32")
     prompts = tasks.make_prompts("needle", 256, 2, 0, tokenizer)
-    found = distributions.over_prompts(params, config, tokenizer, prompts)
-    tokens = np.array(tokenizer(prompts[0].prompt + prompts[0].answer)["input_ids"])
+    asked = distributions.tokens_of(tokenizer, prompts)
+    found, tokens = distributions.over_prompts(params, config, "needle", asked), asked[0]
     T, exact = len(tokens), causal_attend(config)
 
     def attend(layer, q, k, v, cache):
@@ -43,12 +44,16 @@ def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
             norms = np.linalg.norm(v[layer, :-1, head], axis=-1)
             np.testing.assert_allclose(found[0].norms[layer, :, head], norms, rtol=1e-4)
     flags = distributions.PromptFlags(
-        model=str(tiny_folder), tasks=("needle",), context_length=256, num_prompts=2, seed=0
-    )
+        model=str(tiny_folder), tasks=("needle",), context_length=256, num_prompts=2, seed=0,
+        texts=(__file__,),
+    )  # fmt: skip
     assert distributions.STUDY.write(flags, tmp_path) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     rows = report["rows"]
-    assert len(rows) == L * K and all(1 <= row["critical_mean"] < T for row in rows)
+    assert len(rows) == 2 * L * K and all(1 <= row["critical_mean"] < T for row in rows)
+    (short := tmp_path / "short.txt").write_text("Tom")
+    with pytest.raises(ValueError, match=r"short.txt: has \d tokens; a prompt needs 256"):
+        distributions.check(replace(flags, texts=(str(short),)))
     assert report["values"][0]["here"] > 0
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
@@ -59,3 +64,12 @@ def test_tokens_that_matter_are_counted():
     scores[0, 1:, 1] = 1e-9
     assert Prompt(scores, scores).critical().tolist() == [[19, 1]]
     assert abs(distributions.orders(np.array([0, 0.01, 3, 10])) - 3) < 1e-9
+
+
+def test_dropped_tokens_are_those_below_the_papers_threshold():
+    """Token i, from 1, is dropped below alpha_l / i, but not in the window at the end."""
+    scores = np.zeros((1, 99, 2))  # of 100 tokens
+    scores[..., 1] = 0.1 / np.arange(1, 100)
+    scores[0, :10, 1] /= 2
+    assert Prompt(scores, scores).pruned(0.1).tolist() == [[0.36, 0.1]]
+    assert Prompt(scores, scores).pruned(0.0).tolist() == [[0, 0]]
