@@ -7,12 +7,10 @@ next-token distributions from the first system's, along the reference answers.
 A study takes long, so answers are kept in its folder, or by `experiments.reproduce` in a folder
 that studies share (`lib/kept_answers.py`). A later run in that folder reuses an answer unless its
 inputs, the packages' versions, JAX's backend, or the sources that make prompts, generate answers
-and score them have changed. With --add_to, a run takes over the rows of a report, and asks only
-the systems that the report lacks.
+and score them have changed.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +22,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import evaluate
-from experiments.lib import earlier, kept_answers, kv_held, run_record
+from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
 from experiments.lib.presets import padded
-from experiments.lib.program import Refused, refusals
+from experiments.lib.program import refusals
 from experiments.lib.typed_flags import ModelFlags, flag
-from experiments.study import SPEED, Run, Setting, Study, Values, name_of
+from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import MATCHES, Problems, read_problems
 from models import checkpoint, load_tokenizer
 from paged.config import EngineConfig
@@ -81,10 +79,6 @@ class AccuracyFlags(ModelFlags):
     )
     match: str = flag("exact", "how answers of --problems are scored", choices=tuple(MATCHES))
     output_tokens: int = flag(128, "output tokens of problems without max_tokens", least=1)
-    add_to: str = flag(
-        "", "report.json of the same questions: of its systems only the first is asked", path=True
-    )
-    ask_again: tuple[str, ...] = flag((), "systems of --add_to that are asked nevertheless")
 
     @property
     def longest(self) -> int:
@@ -107,7 +101,6 @@ class Row:
     kv_memory_fraction, high, low, top, kv_read_fraction: means of the fields of `kv_held.Held`. The
         baseline's keys and values have 16 bits. A field is None if the policy's layout has no
         `stored`; kv_read_fraction also if no step generated.
-    taken_from: commit, dtype and hardware of the report of --add_to; None if this run asked.
     """
 
     system: str
@@ -132,7 +125,6 @@ class Row:
     low: float | None = None
     top: float | None = None
     kv_read_fraction: float | None = None
-    taken_from: str | None = None
 
 
 def rows_of(system: str, found: Evaluation, reference: str, other: Evaluation) -> list[Row]:
@@ -252,88 +244,31 @@ def answered[F: AccuracyFlags](
         yield name, found
 
 
-def taken(study: str, flags: AccuracyFlags, systems: Systems) -> list[Row]:
-    """The rows of --add_to, of the systems that are not asked again and of the first. Raises
-    ValueError for a report of other questions or systems."""
-    if not flags.add_to:
-        if flags.ask_again:
-            raise ValueError("--ask_again names systems of --add_to, which names no report")
-        return []
-    report, now = earlier.read(flags.add_to), run_record.plain(flags)
-    if report["study"] != study:
-        raise ValueError(f"--add_to={flags.add_to}: is of {report['study']}, not of {study}")
-    # Lists, such as --budgets, may differ: their values are in the systems' names.
-    plain = [name for name, value in now.items() if not isinstance(value, list)]
-    free = {*(field.name for field in dataclasses.fields(ModelFlags)), *SPEED, "at_once"}
-    same = [*earlier.QUESTIONS, *(n for n in plain if n in report["flags"] and n not in free)]
-    if differs := earlier.difference(report["flags"], now, same):
-        raise ValueError("--add_to={}: --{} is {} there, and {} now".format(flags.add_to, *differs))
-    first, theirs = next(iter(systems)), {row["system"] for row in report["rows"]}
-    if unknown := {*flags.ask_again} - theirs or {first} - theirs:
-        raise ValueError(f"--add_to={flags.add_to}: has no system {min(unknown)}")
-    chosen, source = {first, *systems} - {*flags.ask_again}, earlier.source_of(report)
-    return [
-        Row(**{"taken_from": source} | {k: v for k, v in row.items() if v is not None})
-        for row in report["rows"] if {row["system"], row["reference"]} <= chosen
-    ]  # fmt: skip
-
-
 def measured[F: AccuracyFlags](
-    make: Callable[[F], Systems], compare: Compare = lambda flags, rows: (), study: str = ""
+    make: Callable[[F], Systems], compare: Compare = lambda flags, rows: ()
 ) -> Callable[[F, Run], Iterator[Row]]:
-    """A study's `measure`, which yields the rows of all systems. study: its name, for --add_to."""
+    """A study's `measure`, which yields the rows of all systems."""
 
     def measure(flags: F, run: Run) -> Iterator[Row]:
-        systems, found, rows = make(flags), dict[str, Evaluation](), list[Row]()
-        first, before = next(iter(systems)), taken(study, flags, systems)
-        theirs = {row.system for row in before} - {first}
-        asked = {name: config for name, config in systems.items() if name not in theirs}
-        for name, one in answered(flags, run, lambda _: asked):
+        found: dict[str, Evaluation] = {}
+        rows: list[Row] = []
+        for name, one in answered(flags, run, make):
             found[name] = one
-            mine = rows_of(name, one, first, found[first])
-            if name == first:
-                check_same(mine, [row for row in before if row.system == first])
-                mine += [r for r in before if r.system != first and r.reference == first]
-            rows += mine
+            first = next(iter(found))
+            rows += (mine := rows_of(name, one, first, found[first]))
             yield from mine
         if not run.stopped():
-            pairs_before = {(row.system, row.reference): row for row in before}
-            for pair in compare(flags, rows):
-                name, other = pair
-                if pair in pairs_before:
-                    yield pairs_before[pair]
-                elif found.keys() >= {name, other}:
-                    yield rows_of(name, found[name], other, found[other])[-1]
-                else:
-                    raise Refused(f"--add_to lacks the pair of {name} and {other}; ask both again")
+            for name, other in compare(flags, rows):
+                yield rows_of(name, found[name], other, found[other])[-1]
 
     return measure
 
 
-def check_same(ours: Sequence[Row], theirs: Sequence[Row]) -> None:
-    """Raises Refused unless the first system answers as it did in the report of --add_to."""
-    for row, before in zip(ours, theirs):
-        name, now, then = f"{row.system}, {row.task}", row.score, before.score
-        if (row.task, row.context, row.prompts) != (before.task, before.context, before.prompts):
-            raise Refused(f"--add_to: its questions are not those of {name}")
-        if not math.isclose(now, then):
-            raise Refused(f"--add_to: {name}: {then:g} % right there, and {now:g} % now")
-
-
-def checked[F: AccuracyFlags](
-    make: Callable[[F], Systems], study: str | None = None
-) -> Callable[[F], None]:
-    """A study's `check`, which raises ValueError for invalid systems, prompts or --add_to.
-
-    study: the study's name; None if --add_to is not for it.
-    """
+def checked[F: AccuracyFlags](make: Callable[[F], Systems]) -> Callable[[F], None]:
+    """A study's `check`, which raises ValueError for invalid systems or prompts."""
 
     def check(flags: F) -> None:
-        problems_of(flags, systems := make(flags))
-        if study is not None:
-            taken(study, flags, systems)
-        elif flags.add_to or flags.ask_again:
-            raise ValueError("--add_to and --ask_again are not for this study")
+        problems_of(flags, make(flags))
 
     return check
 
@@ -358,9 +293,6 @@ def table(_: AccuracyFlags, rows: Sequence[Row]) -> str:
         if row.kv_read_fraction is not None:
             line += f" {row.kv_read_fraction:>6.3f}"
         lines.append(line)
-    for source in sorted({row.taken_from for row in rows if row.taken_from}):
-        names = dict.fromkeys(row.system for row in rows if row.taken_from == source)
-        lines.append(f"from a report of {source}: {', '.join(names)}")
     return "\n".join(lines)
 
 
@@ -406,11 +338,10 @@ def study[F: AccuracyFlags](
 
     measure: replaces `measured`. For the other parameters see `Study` and `measured`.
     """
-    name = name_of(file)
     return Study(
         file, title=title, kind="analogue", claim=claim, rule=rule, holds=holds,
         setting=Setting(here, differs, "reduced"), flags=flags,
-        measure=measure or measured(make, compare, name), values=values, paper=paper,
-        check=checked(make, None if measure else name), draw=draw, table=table, quick=quick,
-        full=full, minutes=minutes, size=size, needs=needs, command=command,
+        measure=measure or measured(make, compare), values=values, paper=paper,
+        check=checked(make), draw=draw, table=table, quick=quick, full=full,
+        minutes=minutes, size=size, needs=needs, command=command,
     )  # fmt: skip

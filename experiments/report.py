@@ -28,7 +28,7 @@ from experiments.lib.typed_flags import Flags, Output, flag
 from experiments.papers import PAPERS
 from experiments.reproduce import NONE, RESULTS, counts, read, studies
 from experiments.reproduce import VERDICTS as VERDICT_OF
-from experiments.study import EARLIER, KINDS, Study, shown
+from experiments.study import KINDS, Study, shown
 from pallas_kernels.backend import MADE_FOR
 from pallas_kernels.ops import OPS
 
@@ -153,11 +153,7 @@ class Row:
                 return f"{reproduce} {name} --scale={scale}"
         module = ".".join(Path(self.study.file).relative_to(ROOT).with_suffix("").parts)
         default = run_record.flat(run_record.plain(self.study.flags()))
-        changed = [
-            _flag(n, value)
-            for n, value in run.items()
-            if value != default.get(n) and n not in EARLIER  # the command asks all systems
-        ]
+        changed = [_flag(n, value) for n, value in run.items() if value != default.get(n)]
         return " ".join([f"python -m {module}", *changed])
 
     @property

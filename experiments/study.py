@@ -38,9 +38,8 @@ from experiments.lib.sources import inputs_hash, sources_hash
 from experiments.lib.typed_flags import Flags, Output, flag
 
 KEPT = "kept"
-EARLIER = ("add_to", "ask_again")  # of experiments/accuracy.py
 # Flags that change the speed, and no result but by rounding.
-SPEED = ("jobs", "pad_steps", "compilation_cache", *EARLIER)
+SPEED = ("jobs", "pad_steps", "compilation_cache")
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")
@@ -60,12 +59,6 @@ class Setting:
     here: str
     differs: str
     level: Literal["paper", "reduced", "wrong"]
-
-
-def name_of(file: str) -> str:
-    """`Study.name` of a study's module."""
-    path = Path(file)
-    return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
 
 class Run:
@@ -205,7 +198,8 @@ class Study[F: Flags, R]:
     @property
     def name(self) -> str:
         """PAPER/FILE, as vllm/fig12_latency_over_rate; FILE alone for a file in `experiments/`."""
-        return name_of(self.file)
+        path = Path(self.file)
+        return path.stem if path.parent.name == "experiments" else f"{path.parent.name}/{path.stem}"
 
     def changed(self, flags: F | Mapping[str, Any]) -> str:
         """The flags that differ from scale full, as text, with full's values in brackets.

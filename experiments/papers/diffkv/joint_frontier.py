@@ -10,15 +10,17 @@ more bytes. Systems that combine DiffKV with parts of other policies are shown, 
 baselines nor DiffKV. Without pruning (alpha_l 0) DiffKV only lowers the precision of tokens.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.lib import earlier
+from experiments.lib import shipped
 from experiments.lib.answers import ALL
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers.diffkv.equal_bytes import draw_panel, front
@@ -33,6 +35,8 @@ REPORTS = (
     "experiments/results/diffkv/fig08_key_value_formats/report.json",
     "experiments/results/diffkv/streaming_shares/report.json",
 )
+# Flags in which the runs must agree.
+SAME = ("model", "dtype", "tasks", "contexts", "num_prompts", "seed", "problems", "match")
 # The committed Table 1 has these by other settings than their flag files, which equal_bytes has.
 LEFT_OUT = (("table1_accuracy_memory", "Quest"), ("table1_accuracy_memory", "DuoAttention"))
 # The systems' names in other studies, and their names here. DiffKV 0/0 keeps all in high precision.
@@ -74,17 +78,32 @@ class Row:
     read: float
 
 
+def report_of(path: str) -> dict[str, Any]:
+    """The report in a file. Raises ValueError for a file that is no report of answers."""
+    try:
+        report = json.loads(Path(shipped.found(path)).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    fields = {"study", "flags", "hardware", "rows", "partial"}
+    if not isinstance(report, dict) or not report.keys() >= fields or report["partial"]:
+        raise ValueError(f"{path}: is no complete report of a study")
+    needed = {"system", "reference", "task", "score", "kv_memory_fraction", "kv_read_fraction"}
+    if not report["rows"] or not all(needed <= row.keys() for row in report["rows"]):
+        raise ValueError(f"{path}: {report['study']} has no answers of systems")
+    return report
+
+
 def reports_of(flags: FrontierFlags) -> list[dict[str, Any]]:
     """The reports of --reports. Raises ValueError unless all are of the same questions."""
-    found = [earlier.read(path) for path in flags.reports]
+    found = [report_of(path) for path in flags.reports]
     for report in found[1:]:
-        same = *earlier.QUESTIONS, "dtype"
-        if differs := earlier.difference(found[0]["flags"], report["flags"], same):
-            name, ours, theirs = differs
-            raise ValueError(
-                f"--reports must be of the same questions: --{name} is {ours} in "
-                f"{found[0]['study']} and {theirs} in {report['study']}"
-            )
+        for name in SAME:
+            ours, theirs = (each["flags"].get(name) for each in (found[0], report))
+            if ours != theirs:
+                raise ValueError(
+                    f"--reports must be of the same questions: --{name} is {ours} in "
+                    f"{found[0]['study']} and {theirs} in {report['study']}"
+                )
         kinds = [each["hardware"].get("jax_devices") for each in (found[0], report)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"--reports must be of one kind of device, not {kinds}")

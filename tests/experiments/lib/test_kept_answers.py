@@ -1,11 +1,9 @@
 """Kept answers of a study count for equal questions, inputs and sources; a cut study resumes."""
 
 import csv
-import json
 import os
 import shutil
 import signal
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,66 +140,3 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")
     status, said, systems = run(interrupt=True)
     assert (status, systems) == (130, [])
-
-
-def test_systems_are_added_to_a_report(tiny_folder, tmp_path, monkeypatch, capfd):
-    """Only the first system and those that the report lacks are asked."""
-    sizes, asked, right = {f"pages of {size}": size for size in (64, 32, 16)}, list[str](), 2
-    pair = "pages of 16", "pages of 32"
-
-    def make(flags: accuracy.AccuracyFlags) -> accuracy.Systems:
-        return {name: accuracy.config_of(flags, page_size=size) for name, size in sizes.items()}
-
-    def answered(flags, run, make):
-        for name in make(flags):
-            asked.append(name)
-            found = _found()
-            answers = [replace(a, score=float(i < right)) for i, a in enumerate(found.answers)]
-            yield name, replace(found, answers=answers)
-
-    monkeypatch.setattr(accuracy, "answered", answered)
-    study = accuracy.study(
-        __file__, make, title="t", claim="c", rule="r", holds=lambda v: True, here="here",
-        differs="", flags=accuracy.AccuracyFlags, values=lambda flags, rows: {},
-        compare=lambda flags, rows: [pair], draw=lambda *_: None,
-        quick={}, minutes=(1, 1),
-    )  # fmt: skip
-
-    def flags(**more: Any) -> accuracy.AccuracyFlags:
-        return accuracy.AccuracyFlags(**FLAGS | {"model": str(tiny_folder)} | more)
-
-    def run(folder: str, **more: Any) -> list[dict[str, Any]]:
-        asked.clear()
-        assert study.write(flags(**more), tmp_path / folder) == 0
-        rows = json.loads((tmp_path / folder / "report.json").read_bytes())["rows"]
-        return sorted(rows, key=lambda row: (row["system"], row["reference"]))
-
-    before = run("three")
-    assert asked == list(sizes) and {row["taken_from"] for row in before} == {None}
-    path = str(tmp_path / "three/report.json")
-    sizes["pages of 8"] = 8
-    rows = run("four", add_to=path)
-    assert asked == ["pages of 64", "pages of 8"]
-    taken = [row for row in rows if row["taken_from"]]
-    assert {(row["system"], row["reference"]) for row in taken} == {
-        ("pages of 32", "pages of 64"), ("pages of 16", "pages of 64"), pair,
-    }  # fmt: skip
-    assert all(row | {"taken_from": None} in before for row in taken)
-    pair = "pages of 8", "pages of 32"
-    assert study.write(flags(add_to=path), tmp_path / "other") == 1
-    assert "lacks the pair of pages of 8 and pages of 32; ask both" in capfd.readouterr().err
-    rows = run("other", add_to=path, ask_again=("pages of 32",))
-    assert asked == ["pages of 64", "pages of 32", "pages of 8"]
-    assert {row["system"] for row in rows if row["taken_from"]} == {"pages of 16"}
-    right = 3
-    assert study.write(flags(add_to=path), tmp_path / "other") == 1
-    assert "66.6667 % right there, and 100 % now" in capfd.readouterr().err
-    for more, message in (
-        ({"seed": 2}, "--seed is 1 there, and 2 now"),
-        ({"output_tokens": 5}, "--output_tokens is 128 there, and 5 now"),
-        ({"ask_again": ("none",)}, "has no system none"),
-        ({"add_to": "nothing"}, "nothing: No such file"),
-        ({"add_to": "", "ask_again": ("pages of 32",)}, "names no report"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            study.check(flags(**{"add_to": path} | more))

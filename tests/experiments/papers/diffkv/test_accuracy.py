@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import accuracy
-from experiments.lib import earlier, kept_answers, kv_held
+from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.program import Refused
@@ -400,7 +400,7 @@ def test_every_system_of_the_flag_files_is_read():
 
 def test_the_joint_frontier_refuses_reports_of_other_questions(tmp_path):
     flags = joint_frontier.FrontierFlags()
-    first, other = map(earlier.read, flags.reports[:2])
+    first, other = map(joint_frontier.report_of, flags.reports[:2])
     for field, message in (("flags", r"--seed is 7 in .* and 8 in"), ("hardware", "one kind")):
         changed = other | {field: other[field] | {"seed": 8, "jax_devices": ["a GPU"]}}
         (tmp_path / "report.json").write_text(json.dumps(changed))
