@@ -152,10 +152,11 @@ STUDY = accuracy.study(
     full=accuracy.JUDGE
     | {
         "gates": JUDGE_GATES,
+        "shares": (0.0, 0.5),
         "budgets": ("512", "1024", "all"),
         "random_splits": 2,
     },
-    minutes=(1, 340),
+    minutes=(1, 240),
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""Accuracy lost by streaming heads, with all pages read (LServe §3.3).
+
+python -m experiments.papers.lserve.streaming_heads
+
+Heads stream by DuoAttention's gates, at each of --shares. The controls have --control_share, and
+gates subtracted from 1 or at random. table3_streaming_and_selection.py adds page selection, which
+loses so much on the judge that it hides which heads stream.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import accuracy
+from experiments.accuracy import AccuracyFlags, Row
+from experiments.lib.typed_flags import flag
+from experiments.papers.diffkv.systems import key_of
+from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
+from experiments.study import Values
+from paged.kv_cache.gates import Gates
+
+DENSE, TURNED = "dense", "gates turned around"
+GOAL = -2.0  # least difference to dense, points
+
+
+@dataclass(frozen=True)
+class ShareFlags(AccuracyFlags):
+    tasks: tuple[str, ...] = flag(
+        ("multikey", "chain", "values", "cot"), "tasks of experiments/tasks/tasks.py"
+    )
+    contexts: tuple[int, ...] = flag((2048,), "prompt and answer, in tokens")
+    gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
+    shares: tuple[float, ...] = flag(
+        (0.25, 0.5, 0.75), "of the KV heads that stream", above=0, most=1
+    )
+    control_share: float = flag(0.5, "of --shares, also with other gates", above=0, most=1)
+    random_splits: int = flag(2, "controls with random gates", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.control_share not in self.shares:
+            raise ValueError(
+                f"--control_share must be among --shares, {self.shares}, not {self.control_share}"
+            )
+
+
+def label(share: float) -> str:
+    return f"{100 * share:g}% streaming"
+
+
+def controls(flags: ShareFlags, gates: Gates) -> dict[str, Gates]:
+    """The gates of the controls by name."""
+    trained, rng = np.array(gates), np.random.default_rng(flags.seed)
+    found = {TURNED: (1 - trained).tolist()}
+    for split in range(flags.random_splits):
+        found[f"random heads {split + 1}"] = rng.random(trained.shape).tolist()
+    return found
+
+
+def systems(flags: ShareFlags) -> accuracy.Systems:
+    gates = gates_of(flags.model, flags.gates)
+
+    def streaming(share: float, gates: Gates):
+        chosen = {"gates": gates, "streaming_share": share, "budget": flags.longest + 64}
+        return accuracy.config_of(flags, policy="lserve", policy_options=chosen)
+
+    found = {DENSE: accuracy.config_of(flags)}
+    found |= {label(share): streaming(share, gates) for share in flags.shares}
+    for name, other in controls(flags, gates).items():
+        found[name] = streaming(flags.control_share, other)
+    return found
+
+
+def compare(flags: ShareFlags, _: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    for name in controls(flags, gates_of(flags.model, flags.gates)):
+        yield label(flags.control_share), name
+
+
+def values(flags: ShareFlags, rows: Sequence[Row]) -> Values:
+    """Points lost to dense by system, and the most of the interval; over_CONTROL, points of the
+    trained gates over a control, and the least of the interval."""
+    numbers: dict[str, float | None] = {}
+    for name, row in accuracy.pooled(rows).items():
+        if name != DENSE:
+            numbers |= {
+                f"lost_{key_of(name)}": -row.difference,
+                f"lost_most_{key_of(name)}": -row.difference_low,
+            }
+    for row in accuracy.pairs(rows):
+        numbers |= {
+            f"over_{key_of(row.reference)}": row.difference,
+            f"over_least_{key_of(row.reference)}": row.difference_low,
+        }
+    return numbers
+
+
+def holds(found: Mapping[str, float]) -> bool:
+    over = [least for name, least in found.items() if name.startswith("over_least_")]
+    return found[f"lost_{key_of(label(0.5))}"] <= -GOAL and min(over) > 0
+
+
+def draw(flags: ShareFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    whole = accuracy.pooled(rows)
+    shares = [100 * share for share in flags.shares]
+    others = [row for name, row in whole.items() if name not in map(label, flags.shares)]
+    for axes, measure in zip(figure.subplots(1, len(accuracy.MEASURES)), accuracy.MEASURES):
+        line = [whole[label(share)] for share in flags.shares]
+        accuracy.draw_line(axes, shares, line, measure, label="by gates")
+        for row, marker in zip(others[1:], "xv^<>1234"):
+            at = 100 * flags.control_share
+            axes.plot(at, getattr(row, measure), marker, color="grey", label=row.system)
+        axes.set(xlabel="KV heads that stream (%)")
+    figure.axes[0].axhline(GOAL, color="#999999", linewidth=0.8, linestyle="--")
+    figure.axes[0].legend(fontsize="small")
+
+
+STUDY = accuracy.study(
+    __file__,
+    systems,
+    title="What streaming heads cost alone (LServe §3.3)",
+    claim="half of the heads can stream, if DuoAttention's gates choose them",
+    rule=f"half of the heads lose at most {-GOAL:g} points to dense, and each control loses more "
+    "than they do, by its paired interval",
+    holds=holds,
+    here="the judge model, four tasks at 2,048 tokens",
+    differs=DIFFERS,
+    flags=ShareFlags,
+    compare=compare,
+    values=values,
+    draw=draw,
+    quick=accuracy.QUICK | {"tasks": ("multikey", "cot"), "shares": (0.5,), "random_splits": 1},
+    full=accuracy.JUDGE | {"gates": JUDGE_GATES},
+    minutes=(1, 60),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
