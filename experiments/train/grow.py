@@ -8,6 +8,7 @@ weights are zero, too.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.config import ModelConfig
 
@@ -38,6 +39,15 @@ def check(small: ModelConfig, large: ModelConfig) -> None:
                 f"{name} must be the smaller model's {getattr(small, name)!r}, not "
                 f"{getattr(large, name)!r}"
             )
+
+
+def inherited(small: ModelConfig, large: ModelConfig) -> np.ndarray:
+    """[L, K] bool: the KV heads of `large` that `grow` copies from `small`. Raises ValueError as
+    `check` does."""
+    check(small, large)
+    found = np.zeros((large.num_layers, large.num_kv_heads), bool)
+    found[:: large.num_layers // small.num_layers, : small.num_kv_heads] = True
+    return found
 
 
 def grow(p, small: ModelConfig, large: ModelConfig, random, key):

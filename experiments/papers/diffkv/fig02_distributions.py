@@ -33,6 +33,7 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
 from experiments.tasks import tasks
+from experiments.train import grow
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.families import family
@@ -54,6 +55,9 @@ class PromptFlags(Flags):
     num_prompts: int = flag(20, "per task and text", least=1)
     seed: int = flag(7, "of the prompts", least=0)
     texts: tuple[str, ...] = flag((), "text files, cut into prompts", path=True)
+    grown_from: str = flag(
+        "", "the smaller model that --model was grown from; '' for none", path=True
+    )
     alpha_l: float = flag(0.1, "of low precision, below which tokens are dropped", least=0)
 
 
@@ -187,6 +191,8 @@ def measure(flags: PromptFlags, _) -> Iterator[Row]:
 
 def check(flags: PromptFlags) -> None:
     prompts_of(flags)
+    if flags.grown_from:
+        inherited_of(flags)
 
 
 def orders(values: np.ndarray) -> float:
@@ -196,15 +202,30 @@ def orders(values: np.ndarray) -> float:
 
 
 def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
-    """The values of `summarise`, without those of texts, and pruned_NAME, the share of tokens that
-    DiffKV drops, by task and text."""
-    found = found_of(flags)
+    """The values of `summarise`, without those of texts, and
+
+    critical_range_most_head: largest range over the tasks of a head's mean of critical tokens.
+    pruned_NAME: share of tokens that DiffKV drops, by task and text.
+    pruned_inherited_NAME: the same of the heads that --model has from --grown_from.
+    """
+    found, ranges, numbers = found_of(flags), dict[tuple[int, int], list[float]](), {}
     of_tasks = [row for row in rows if row.task in flags.tasks]
-    pruned = {
-        f"pruned_{name}": float(np.mean([row.pruned for row in rows if row.task == name]))
-        for name in found
-    }
-    return summarise(of_tasks, {task: found[task] for task in flags.tasks}) | pruned
+    for row in of_tasks:
+        ranges.setdefault((row.layer, row.head), []).append(row.critical_mean)
+    numbers["critical_range_most_head"] = max(max(each) - min(each) for each in ranges.values())
+    for name in found:
+        mine = [row for row in rows if row.task == name]
+        numbers[f"pruned_{name}"] = float(np.mean([row.pruned for row in mine]))
+        if flags.grown_from:
+            inherited = inherited_of(flags)
+            ours = [row.pruned for row in mine if inherited[row.layer, row.head]]
+            numbers[f"pruned_inherited_{name}"] = float(np.mean(ours))
+    return summarise(of_tasks, {task: found[task] for task in flags.tasks}) | numbers
+
+
+def inherited_of(flags: PromptFlags) -> np.ndarray:
+    """[L, K] bool. Raises ValueError if --model cannot be grown from --grown_from."""
+    return grow.inherited(*map(checkpoint.load_config, (flags.grown_from, flags.model)))
 
 
 def summarise(rows: Sequence[Row], found: Mapping[str, list[Prompt]]) -> dict[str, float]:
@@ -309,6 +330,7 @@ STUDY = Study(
     quick={"num_prompts": 2},
     full={
         "model": "judge",
+        "grown_from": "bundled",
         "texts": ("paged/scheduling/scheduler.py", "models/bundled/diffkv_compression.json"),
     },
     minutes=(0.5, 3),

@@ -1,0 +1,81 @@
+"""Heads that were added in growing, off and on, in a model whose added heads write nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.papers import masked
+from experiments.papers.lserve import added_heads
+from experiments.train import grow, trainer
+from models.config import ModelConfig
+from models.families import family
+from models.full_attention import causal_attend
+
+SMALL = ModelConfig(
+    vocab_size=61, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, qk_norm=True,
+)  # fmt: skip
+LARGE = SMALL.replace(num_layers=4, num_heads=10, num_kv_heads=5)
+
+
+@pytest.fixture(scope="module")
+def grown():
+    p, random = (
+        trainer.initialise(c, jax.random.key(i), 1.5) for i, c in enumerate((SMALL, LARGE))
+    )
+    return grow.grow(p, SMALL, LARGE, random, jax.random.key(2))
+
+
+def _question(params) -> masked.Question:
+    """A prompt, and the answer that the whole model gives."""
+    tokens, forward = list(range(1, 31)), family(LARGE).forward
+    for _ in range(3):
+        rows = jnp.array(tokens), jnp.arange(len(tokens))
+        hidden, _ = forward(params, LARGE, *rows, causal_attend(LARGE))
+        tokens.append(int(family(LARGE).logits(params, LARGE, hidden)[-1].argmax()))
+    return masked.Question(tokens[:30], tokens[30:])
+
+
+def test_inherited_heads_are_those_whose_outputs_were_copied(grown):
+    inherited = grow.inherited(SMALL, LARGE)
+    assert inherited.tolist() == [[True] * 2 + [False] * 3, [False] * 5] * 2
+    for layer, heads in zip(grown["layers"], inherited, strict=True):
+        writes = np.asarray(layer["wo"]).reshape(LARGE.hidden_size, 5, -1)
+        assert (np.abs(writes).sum((0, 2)) > 0).tolist() == heads.tolist()
+
+
+def test_answers_stay_without_heads_that_write_nothing(grown):
+    question, inherited = _question(grown), grow.inherited(SMALL, LARGE)
+    rows = {
+        off: added_heads.row_of(grown, LARGE, question, off, inherited) for off in added_heads.OFF
+    }
+    added, ours, wrong = rows["nothing"]
+    assert (added, wrong) == (0, -1) and ours > 0
+    assert rows["added"][2] == -1 and rows["added"][1] == pytest.approx(ours)
+    assert rows["inherited"][:2] == (0, 0)
+    with pytest.raises(ValueError, match="has no more heads than"):
+        added_heads.heads_of(added_heads.HeadFlags(grown_from="judge"))
+
+
+def test_norms_are_of_what_each_head_adds(grown):
+    """With all heads but one off, the attention of a layer adds what this head writes."""
+    tokens = np.arange(1, 17)
+    params = grown | {"layers": grown["layers"][:1]}
+    one = LARGE.replace(num_layers=1)
+    on = np.array([[False, True, False, False, False]])
+    _, norms = added_heads._forward(params, one, tokens, on)
+    exact = causal_attend(one)
+    outs = []
+
+    def attend(layer, q, k, v, cache):
+        out, _ = exact(layer, q, k, v, None)
+        outs.append(np.asarray(out)[:, 2:4].reshape(16, -1) @ np.asarray(wo)[:, 16:32].T)
+        return out, cache
+
+    wo = grown["layers"][0]["wo"]
+    with jax.disable_jit():
+        family(one).forward(params, one, jnp.array(tokens), jnp.arange(16), attend)
+    expected = np.linalg.norm(outs[0], axis=-1)
+    np.testing.assert_allclose(norms[0, :, 1], expected, rtol=1e-4)
+    assert not np.asarray(norms)[0, :, [0, 2, 3, 4]].any()
