@@ -243,7 +243,7 @@ STUDY = Study(
     draw=draw,
     table=table,
     quick={"num_prompts": 1, "contexts": (512,), "spread_context": 512, "spread_prompts": 1},
-    minutes=(2, 60),
+    minutes=(2, 80),
     size=(13, 9),
 )
 

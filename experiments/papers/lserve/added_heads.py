@@ -4,8 +4,8 @@ python -m experiments.papers.lserve.added_heads
 
 Shares of streaming heads, and means over heads, say little about a model of which many heads do
 nothing. A question passes through the model whole, with the right answer, once for each of OFF,
-with zeros as the outputs of these KV heads. An answer is right if each of its tokens after the first
-is the likeliest after the right tokens before it.
+with zeros as the outputs of these KV heads. An answer is right if each of its tokens after the
+first is the likeliest after the right tokens before it.
 """
 
 import functools
