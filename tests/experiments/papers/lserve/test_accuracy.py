@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from experiments.lib.program import Refused
 from experiments.papers.lserve import fig06_page_size as page_size
 from experiments.papers.lserve import fig09_needle as needle
 from experiments.papers.lserve import fig13_hierarchical_paging as paging
-from experiments.papers.lserve import formats
+from experiments.papers.lserve import formats, streaming_heads
 from experiments.papers.lserve import table3_streaming_and_selection as frontier
 from experiments.papers.lserve import table6_reuse as reuse
 from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows_of
@@ -92,6 +93,33 @@ def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
     numbers = numbers_of(report)
     assert numbers["difference_points"] == -2.5 and report["holds"] is False
     assert numbers["holding_points"] == 0
+
+
+def test_streaming_heads_hold_if_each_control_loses_more(gates):
+    flags = streaming_heads.ShareFlags(**FLAGS, gates=gates, shares=(0.5,), random_splits=1)
+    made = streaming_heads.systems(flags)
+    assert list(made) == ["dense", "50% streaming", "gates turned around", "random heads 1"]
+    chosen = [made[name].policy_options for name in list(made)[1:]]
+    assert {each.streaming_share for each in chosen} == {0.5}
+    assert {each.budget for each in chosen} == {flags.longest + 64}
+    assert [each.gates[0][0] for each in chosen[:2]] == pytest.approx([0.9, 0.1])
+    right, half = [True] * 40, [True, False] * 20
+    found = dict(zip(made, map(found_with, (right, right, half, half)), strict=True))
+
+    def report():
+        rows = rows_of(found, partial(streaming_heads.compare, flags))
+        streaming_heads.draw(flags, Figure(), rows)
+        return streaming_heads.STUDY.report(flags, rows)
+
+    numbers = numbers_of(report())
+    assert numbers["lost_random_heads_1"] == numbers["over_random_heads_1"] == 50
+    assert numbers["lost_50_streaming"] == 0 and report()["holds"] is True
+    found["random heads 1"] = found_with([False, *right[1:]])
+    assert numbers_of(report())["over_least_random_heads_1"] <= 0 and report()["holds"] is False
+    found |= {"random heads 1": found_with(half), "50% streaming": found_with([False, *right[1:]])}
+    assert numbers_of(report())["lost_50_streaming"] == 2.5 and report()["holds"] is False
+    with pytest.raises(ValueError, match="--control_share must be among --shares"):
+        streaming_heads.ShareFlags(**FLAGS, shares=(0.25,))
 
 
 @pytest.mark.parametrize("task", ["needle", "multikey"])
