@@ -34,8 +34,10 @@ class FrontierFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((2048,), "prompt and answer, in tokens")
     alpha_h: tuple[float, ...] = flag((1.0, 0.0, 2.0, 3.0, 4.0, 5.0), "of high precision", least=0)
     alpha_l: tuple[float, ...] = flag((0.02, 0.04, 0.06, 0.08, 0.1), "of low precision", least=0)
-    formats: tuple[str, ...] = flag(("K8V8", "K8V4", "K4V4", "K4V2"), "uniform ones")
-    budgets: tuple[float, ...] = flag((0.25, 0.5, 0.75), "of SnapKV and H2O", above=0, most=1)
+    formats: tuple[str, ...] = flag(("K8V8", "K8V4", "K4V4", "K4V2"), "uniform ones", none=True)
+    budgets: tuple[float, ...] = flag(
+        (0.25, 0.5, 0.75), "of SnapKV and H2O", above=0, most=1, none=True
+    )
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -100,7 +102,7 @@ def values(flags: FrontierFlags, rows: Sequence[Row]) -> Values:
 
 def holds(found: Mapping[str, float]) -> bool:
     over = [points for name, points in found.items() if name.startswith("over_")]
-    return bool(over) and min(over) >= -SLACK and found["pruned_spread"] >= SPREAD
+    return min(over) >= -SLACK and found["pruned_spread"] >= SPREAD
 
 
 def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:

@@ -398,6 +398,19 @@ def test_every_system_of_the_flag_files_is_read():
         equal_bytes.make_systems(equal_bytes.BytesFlags(**FLAGS, systems=("unheard",)))
 
 
+def test_thresholds_without_baselines_decide_nothing():
+    flags = fig11_frontier.FrontierFlags(
+        **FLAGS, alpha_h=(1.0, 2.0), alpha_l=(0.02,), formats=(), budgets=()
+    )
+    made = fig11_frontier.make_systems(flags)
+    assert list(made) == ["16 bits", "DiffKV 1/0.02", "DiffKV 2/0.02"]
+    found = {"16 bits": found_with([True] * 4)}
+    rows = rows_of(found | dict.fromkeys([*made][1:], found_with([True] * 4, 0.3)))
+    fig11_frontier.draw(flags, Figure(), rows)
+    report = fig11_frontier.STUDY.report(flags, rows)
+    assert report["holds"] is None and numbers_of(report)["memory_least"] == 0.3
+
+
 def test_the_joint_frontier_refuses_reports_of_other_questions(tmp_path):
     flags = joint_frontier.FrontierFlags()
     first, other = map(joint_frontier.report_of, flags.reports[:2])
