@@ -5,7 +5,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]  # root of the checkout, or folder of the installed wheel
 MODELS = ROOT / "configs" / "models"  # folders with a config.json alone
-FOLDERS = ("configs/", "paged/", "models/bundled", "models/judge", "experiments/results/")
+FOLDERS = ("LICENSE", "configs/", "models/bundled", "models/judge", "experiments/results/")
 
 
 def found(text: str) -> str:

@@ -42,8 +42,8 @@ def check(small: ModelConfig, large: ModelConfig) -> None:
 
 
 def inherited(small: ModelConfig, large: ModelConfig) -> np.ndarray:
-    """[L, K] bool: the KV heads of `large` that `grow` copies from `small`. Raises ValueError as
-    `check` does."""
+    """[L, K] bool: the KV heads of `large` that `grow` would copy from `small`. Raises ValueError
+    as `check` does; the weights are not compared."""
     check(small, large)
     found = np.zeros((large.num_layers, large.num_kv_heads), bool)
     found[:: large.num_layers // small.num_layers, : small.num_kv_heads] = True

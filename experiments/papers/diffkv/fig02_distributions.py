@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from tqdm import tqdm
 
-from experiments.lib import text_files
+from experiments.lib import shipped, text_files
 from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
@@ -42,7 +42,7 @@ from pallas_kernels.prompt_attention import prompt_attention
 
 SHARE = 0.95
 MOST_LABELS = 16  # of heads
-RULES = Rules()
+WINDOW = Rules.window
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class PromptFlags(Flags):
 class Row:
     """A KV head on a task or text.
 
+    prompts: number of prompts.
     tokens: tokens of the first prompt, without its last token.
     critical_mean, critical_std: mean and deviation over prompts of the number of critical tokens.
     pruned: share of tokens that DiffKV drops from the prompts.
@@ -74,6 +75,7 @@ class Row:
     task: str
     layer: int
     head: int
+    prompts: int
     tokens: int
     critical_mean: float
     critical_std: float
@@ -103,12 +105,10 @@ class Prompt(NamedTuple):
         return (sums < SHARE * sums[:, -1:]).sum(1) + 1
 
     def pruned(self, alpha_l: float) -> np.ndarray:
-        """The share [L, K] of tokens that DiffKV drops."""
+        """The share [L, K] of tokens that DiffKV drops (`Rules.of_prompts`)."""
         T = self.scores.shape[1] + 1
-        sums_TxK, positions_T = np.zeros((T, 1)), np.arange(T)
-        _, base = RULES.prompt_significance(sums_TxK, positions_T[:, None], T)
-        below = self.scores < alpha_l / np.asarray(base)[:-1]
-        below[:, T - RULES.window :] = False
+        below = self.scores < alpha_l / np.arange(1, T)[:, None]
+        below[:, max(0, T - WINDOW) :] = False
         return below.sum(1) / T
 
 
@@ -151,14 +151,15 @@ def rows_of(task: str, found: Sequence[Prompt], alpha_l: float = 0.0) -> Iterato
             values = np.concatenate([prompt[index][layer, :, head] for prompt in found])
             percentiles += np.percentile(values, (0.1, 50, 99.9)).tolist()
         yield Row(
-            task, layer, head, len(found[0].scores[0]), float(counts.mean()),
+            task, layer, head, len(found), len(found[0].scores[0]), float(counts.mean()),
             float(counts.std()), float(pruned[layer, head]), *percentiles,
         )  # fmt: skip
 
 
 def prompts_of(flags: PromptFlags) -> dict[str, list[np.ndarray]]:
     """Tokens of prompts, by task and by the name of a text. Raises ValueError for an unknown task,
-    for too long a context, for too short a text, and for a model whose attention is not plain."""
+    for too long a context, for too short a text, for texts whose names are not their own, and for a
+    model whose attention is not plain."""
     check_model(flags.model, [flags.context_length])
     tokenizer, length = load_tokenizer(flags.model), flags.context_length
     found = {
@@ -167,12 +168,16 @@ def prompts_of(flags: PromptFlags) -> dict[str, list[np.ndarray]]:
         )
         for task in flags.tasks
     }
-    for path in flags.texts:
-        tokens = np.array(tokenizer(text_files.read_text(path))["input_ids"], np.int32)
-        if len(tokens) < length:
-            raise ValueError(f"{path}: has {len(tokens)} tokens; a prompt needs {length}")
-        count = min(flags.num_prompts, len(tokens) // length)
-        found[Path(path).name] = np.split(tokens[: count * length], count)
+    first = tokenizer("")["input_ids"]  # of each prompt
+    for path in map(shipped.found, flags.texts):
+        if (name := Path(path).name) in found or name.startswith("inherited_"):
+            raise ValueError(f"--texts: {path} has the name of another text or value; rename it")
+        text = text_files.read_text(path)
+        tokens, size = tokenizer(text, add_special_tokens=False)["input_ids"], length - len(first)
+        if not (count := min(flags.num_prompts, len(tokens) // size)):
+            raise ValueError(f"{path}: has {len(tokens)} tokens; a prompt needs {size}")
+        parts = (tokens[i * size : (i + 1) * size] for i in range(count))
+        found[name] = [np.array(first + part, np.int32) for part in parts]
     return found
 
 
@@ -209,6 +214,7 @@ def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
     pruned_inherited_NAME: the same of the heads that --model has from --grown_from.
     """
     found, ranges, numbers = found_of(flags), dict[tuple[int, int], list[float]](), {}
+    inherited = inherited_of(flags) if flags.grown_from else None
     of_tasks = [row for row in rows if row.task in flags.tasks]
     for row in of_tasks:
         ranges.setdefault((row.layer, row.head), []).append(row.critical_mean)
@@ -216,8 +222,7 @@ def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
     for name in found:
         mine = [row for row in rows if row.task == name]
         numbers[f"pruned_{name}"] = float(np.mean([row.pruned for row in mine]))
-        if flags.grown_from:
-            inherited = inherited_of(flags)
+        if inherited is not None:
             ours = [row.pruned for row in mine if inherited[row.layer, row.head]]
             numbers[f"pruned_inherited_{name}"] = float(np.mean(ours))
     return summarise(of_tasks, {task: found[task] for task in flags.tasks}) | numbers
@@ -314,8 +319,8 @@ STUDY = Study(
     rule="scores span at least twice the orders of magnitude of norms",
     holds=lambda v: v["score_orders_of_magnitude"] >= 2 * v["norm_orders_of_magnitude"],
     setting=Setting(
-        "the judge model, 20 prompts of each of five tasks, 1,024 tokens; pruning also on Python "
-        "code and numbers",
+        "the judge model, 20 prompts of each of five tasks, 1,024 tokens; pruning also on "
+        "legal text and numbers",
         "the paper measures Llama-3-8B on articles of Wikitext; 48 of the judge's 64 "
         "KV heads were added by growing",
         "reduced",
@@ -331,7 +336,7 @@ STUDY = Study(
     full={
         "model": "judge",
         "grown_from": "bundled",
-        "texts": ("paged/scheduling/scheduler.py", "models/bundled/diffkv_compression.json"),
+        "texts": ("LICENSE", "models/bundled/diffkv_compression.json"),
     },
     minutes=(0.5, 3),
     size=(12, 7),

@@ -2,10 +2,10 @@
 
 python -m experiments.papers.lserve.added_heads
 
-Shares of streaming heads, and means over heads, say little about a model of which many heads do
-nothing. A question passes through the model whole, with the right answer, once for each of OFF,
-with zeros as the outputs of these KV heads. An answer is right if each of its tokens after the
-first is the likeliest after the right tokens before it.
+Shares of streaming heads, and means over heads, say little about a model that does not need many of
+its heads. A question and its right answer pass through the model together, with all heads, without
+the added ones, and without the inherited ones. The outputs of missing heads are zeros. An answer is
+right if each of its tokens after the first is the likeliest after the right tokens before it.
 """
 
 import functools
@@ -105,19 +105,18 @@ def row_of(
     return added, ours, question.first_wrong(answer)
 
 
+@functools.lru_cache(maxsize=1)
 def heads_of(flags: HeadFlags) -> tuple[np.ndarray, np.ndarray]:
-    """([L, K] inherited, [L, K] retrieval). Raises ValueError for models that are not of one
-    growth, and for gates that are not the model's."""
+    """([L, K] inherited, [L, K] gates). Raises ValueError for a model whose sizes cannot be grown
+    from the smaller one's, and for gates that are not the model's."""
     config = checkpoint.load_config(flags.model)
     inherited = grow.inherited(checkpoint.load_config(flags.grown_from), config)
     if inherited.all():
         raise ValueError(f"--model={flags.model} has no more heads than --grown_from")
-    retrieval = np.array(gates_of(flags.model, flags.gates)) >= GATE
-    if retrieval.shape != inherited.shape:
-        raise ValueError(
-            f"--gates has {retrieval.shape} gates; the model has {inherited.shape} KV heads"
-        )
-    return inherited, retrieval
+    gates = np.array(gates_of(flags.model, flags.gates))
+    if gates.shape != inherited.shape:
+        raise ValueError(f"--gates has {gates.shape} gates; the model has {inherited.shape} heads")
+    return inherited, gates
 
 
 @functools.lru_cache(maxsize=1)
@@ -157,8 +156,10 @@ def measure(flags: HeadFlags, run: Run) -> Iterator[Row]:
 
 def values(flags: HeadFlags, rows: Sequence[Row]) -> Values:
     """right_OFF: percent of right answers with these heads off. norm_added, norm_inherited: norms
-    with no head off. NAME_heads: numbers of KV heads; local ones have gates below GATE."""
-    inherited, retrieval = heads_of(flags)
+    with no head off. gate_added, gate_inherited: mean gates. NAME_heads: numbers of KV heads; local
+    ones have gates below GATE."""
+    inherited, gates = heads_of(flags)
+    local = gates < GATE
     plain = [row for row in rows if row.off == NOTHING]
     return {
         f"right_{off}": masked.percent_right(row.first_wrong for row in rows if row.off == off)
@@ -167,8 +168,10 @@ def values(flags: HeadFlags, rows: Sequence[Row]) -> Values:
         "norm_added": float(np.mean([row.added_norm for row in plain])),
         "norm_inherited": float(np.mean([row.inherited_norm for row in plain])),
         "added_heads": int((~inherited).sum()), "inherited_heads": int(inherited.sum()),
-        "local_added_heads": int((~inherited & ~retrieval).sum()),
-        "local_inherited_heads": int((inherited & ~retrieval).sum()),
+        "gate_added": float(gates[~inherited].mean()),
+        "gate_inherited": float(gates[inherited].mean()),
+        "local_added_heads": int((~inherited & local).sum()),
+        "local_inherited_heads": int((inherited & local).sum()),
     }  # fmt: skip
 
 
@@ -186,7 +189,7 @@ STUDY = Study(
     title="What the judge's added heads do",
     kind="analogue",
     claim="answers need the heads that were added in growing",
-    rule=f"without the added heads {LOSS:g} percent of the answers or more are lost",
+    rule=f"without the added heads {LOSS:g} points or more are lost",
     holds=lambda v: v["right_added"] <= v[f"right_{NOTHING}"] - LOSS,
     setting=Setting(
         "the judge model, four tasks at 1,024 tokens; a forward pass",

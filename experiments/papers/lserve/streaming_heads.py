@@ -2,11 +2,12 @@
 
 python -m experiments.papers.lserve.streaming_heads
 
-Heads stream by DuoAttention's gates, at each of --shares. The controls have --control_share, and
-gates subtracted from 1 or at random. table3_streaming_and_selection.py adds page selection, which
-loses so much on the judge that it hides which heads stream.
+Heads stream by DuoAttention's gates, at each of --shares. In the controls half of the heads stream,
+by gates subtracted from 1 or at random. table3_streaming_and_selection.py adds page selection; on
+the judge its loss is so large that the choice of heads matters little there.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +17,15 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
+from experiments.papers import masked
 from experiments.papers.diffkv.systems import key_of
 from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
 from experiments.study import Values
 from paged.kv_cache.gates import Gates
 
 DENSE, TURNED = "dense", "gates turned around"
-GOAL = -2.0  # least difference to dense, points
+HALF = 0.5  # share of the heads that stream in the claim and in the controls
+MOST = 2.0  # points that they may lose
 
 
 @dataclass(frozen=True)
@@ -33,21 +36,19 @@ class ShareFlags(AccuracyFlags):
     contexts: tuple[int, ...] = flag((2048,), "prompt and answer, in tokens")
     gates: str = flag(BUNDLED_GATES, "as --lserve_gates", path=True)
     shares: tuple[float, ...] = flag(
-        (0.25, 0.5, 0.75), "of the KV heads that stream", above=0, most=1
+        (0.25, HALF, 0.75), f"of the KV heads that stream, {HALF:g} among them", above=0, most=1
     )
-    control_share: float = flag(0.5, "of --shares, also with other gates", above=0, most=1)
     random_splits: int = flag(2, "controls with random gates", least=0)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.control_share not in self.shares:
-            raise ValueError(
-                f"--control_share must be among --shares, {self.shares}, not {self.control_share}"
-            )
+        masked.check_distinct(shares=self.shares)
+        if HALF not in self.shares:
+            raise ValueError(f"{HALF:g} must be among --shares, not only {self.shares}")
 
 
 def label(share: float) -> str:
-    return f"{100 * share:g}% streaming"
+    return f"{100 * share:.15g}% streaming"
 
 
 def controls(flags: ShareFlags, gates: Gates) -> dict[str, Gates]:
@@ -69,24 +70,27 @@ def systems(flags: ShareFlags) -> accuracy.Systems:
     found = {DENSE: accuracy.config_of(flags)}
     found |= {label(share): streaming(share, gates) for share in flags.shares}
     for name, other in controls(flags, gates).items():
-        found[name] = streaming(flags.control_share, other)
+        found[name] = streaming(HALF, other)
     return found
 
 
 def compare(flags: ShareFlags, _: Sequence[Row]) -> Iterator[tuple[str, str]]:
     for name in controls(flags, gates_of(flags.model, flags.gates)):
-        yield label(flags.control_share), name
+        yield label(HALF), name
 
 
 def values(flags: ShareFlags, rows: Sequence[Row]) -> Values:
-    """Points lost to dense by system, and the most of the interval; over_CONTROL, points of the
-    trained gates over a control, and the least of the interval."""
+    """Points by system.
+
+    lost_*, lost_most_*: lost to dense, and the worse bound of the 95 % interval.
+    over_*, over_least_*: of the trained gates over a control, and the worse bound.
+    """
     numbers: dict[str, float | None] = {}
     for name, row in accuracy.pooled(rows).items():
         if name != DENSE:
             numbers |= {
-                f"lost_{key_of(name)}": -row.difference,
-                f"lost_most_{key_of(name)}": -row.difference_low,
+                f"lost_{key_of(name)}": 0.0 - row.difference,
+                f"lost_most_{key_of(name)}": 0.0 - row.difference_low,
             }
     for row in accuracy.pairs(rows):
         numbers |= {
@@ -98,7 +102,7 @@ def values(flags: ShareFlags, rows: Sequence[Row]) -> Values:
 
 def holds(found: Mapping[str, float]) -> bool:
     over = [least for name, least in found.items() if name.startswith("over_least_")]
-    return found[f"lost_{key_of(label(0.5))}"] <= -GOAL and min(over) > 0
+    return found[f"lost_most_{key_of(label(HALF))}"] < MOST and min(over) > 0
 
 
 def draw(flags: ShareFlags, figure: Figure, rows: Sequence[Row]) -> None:
@@ -108,11 +112,11 @@ def draw(flags: ShareFlags, figure: Figure, rows: Sequence[Row]) -> None:
     for axes, measure in zip(figure.subplots(1, len(accuracy.MEASURES)), accuracy.MEASURES):
         line = [whole[label(share)] for share in flags.shares]
         accuracy.draw_line(axes, shares, line, measure, label="by gates")
-        for row, marker in zip(others[1:], "xv^<>1234"):
-            at = 100 * flags.control_share
+        for row, marker in zip(others[1:], itertools.cycle("xv^<>1234")):
+            at = 100 * HALF
             axes.plot(at, getattr(row, measure), marker, color="grey", label=row.system)
         axes.set(xlabel="KV heads that stream (%)")
-    figure.axes[0].axhline(GOAL, color="#999999", linewidth=0.8, linestyle="--")
+    figure.axes[0].axhline(-MOST, color="#999999", linewidth=0.8, linestyle="--")
     figure.axes[0].legend(fontsize="small")
 
 
@@ -121,16 +125,17 @@ STUDY = accuracy.study(
     systems,
     title="What streaming heads cost alone (LServe §3.3)",
     claim="half of the heads can stream, if DuoAttention's gates choose them",
-    rule=f"half of the heads lose at most {-GOAL:g} points to dense, and each control loses more "
-    "than they do, by its paired interval",
+    rule=f"half of the heads lose less than {MOST:g} points to dense, and each control loses more, "
+    "both by the worse bound of the paired interval",
     holds=holds,
     here="the judge model, four tasks at 2,048 tokens",
-    differs=DIFFERS,
+    differs=f"{DIFFERS}; 48 of the judge's 64 KV heads were added in growing, among them 28 of the "
+    "32 that stream, and no answer needs them",
     flags=ShareFlags,
     compare=compare,
     values=values,
     draw=draw,
-    quick=accuracy.QUICK | {"tasks": ("multikey", "cot"), "shares": (0.5,), "random_splits": 1},
+    quick=accuracy.QUICK | {"tasks": ("multikey", "cot"), "shares": (HALF,), "random_splits": 1},
     full=accuracy.JUDGE | {"gates": JUDGE_GATES},
     minutes=(1, 60),
 )

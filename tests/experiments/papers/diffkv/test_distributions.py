@@ -13,6 +13,7 @@ from experiments.tasks import tasks
 from models import checkpoint
 from models.families import family
 from models.full_attention import causal_attend
+from paged.kv_cache.diffkv.compression import Rules
 
 
 @pytest.mark.slow
@@ -51,9 +52,13 @@ def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     rows = report["rows"]
     assert len(rows) == 2 * L * K and all(1 <= row["critical_mean"] < T for row in rows)
-    (short := tmp_path / "short.txt").write_text("Tom")
-    with pytest.raises(ValueError, match=r"short.txt: has \d tokens; a prompt needs 256"):
-        distributions.check(replace(flags, texts=(str(short),)))
+    for name, message in (
+        ("short.txt", r"short.txt: has \d tokens; a prompt needs 2"),
+        ("needle", "needle has the name of another text or value"),
+    ):
+        (tmp_path / name).write_text("Tom")
+        with pytest.raises(ValueError, match=message):
+            distributions.check(replace(flags, texts=(str(tmp_path / name),)))
     assert report["values"][0]["here"] > 0
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
@@ -67,9 +72,13 @@ def test_tokens_that_matter_are_counted():
 
 
 def test_dropped_tokens_are_those_below_the_papers_threshold():
-    """Token i, from 1, is dropped below alpha_l / i, but not in the window at the end."""
-    scores = np.zeros((1, 99, 2))  # of 100 tokens
-    scores[..., 1] = 0.1 / np.arange(1, 100)
-    scores[0, :10, 1] /= 2
-    assert Prompt(scores, scores).pruned(0.1).tolist() == [[0.36, 0.1]]
-    assert Prompt(scores, scores).pruned(0.0).tolist() == [[0, 0]]
+    T, scores = 100, np.random.default_rng(0).lognormal(-6, 2, (99, 3))
+    sums = np.vstack([scores * (T - 1 - np.arange(99))[:, None], np.zeros((1, 3))])
+    lengths, alpha = np.full(T, T), np.array([1.0, 0.1])
+    kept, _ = Rules().of_prompts(jnp.asarray(sums), jnp.arange(T), lengths, alpha, 0.0)
+    dropped = ~np.asarray(kept[0] | kept[1])
+    assert 0 < dropped.sum() < dropped.size
+    found = Prompt(scores[None], scores[None]).pruned(0.1)
+    np.testing.assert_allclose(found, dropped.mean(0)[None])
+    short = Prompt(scores[None, :20], scores[None, :20])  # all in the window
+    assert not short.pruned(0.1).any()

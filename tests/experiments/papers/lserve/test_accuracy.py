@@ -118,7 +118,7 @@ def test_streaming_heads_hold_if_each_control_loses_more(gates):
     assert numbers_of(report())["over_least_random_heads_1"] <= 0 and report()["holds"] is False
     found |= {"random heads 1": found_with(half), "50% streaming": found_with([False, *right[1:]])}
     assert numbers_of(report())["lost_50_streaming"] == 2.5 and report()["holds"] is False
-    with pytest.raises(ValueError, match="--control_share must be among --shares"):
+    with pytest.raises(ValueError, match="must be among --shares, not only"):
         streaming_heads.ShareFlags(**FLAGS, shares=(0.25,))
 
 

@@ -1,5 +1,7 @@
 """Heads that were added in growing, off and on, in a model whose added heads write nothing."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,11 @@ def test_answers_stay_without_heads_that_write_nothing(grown):
     assert (added, wrong) == (0, -1) and ours > 0
     assert rows["added"][2] == -1 and rows["added"][1] == pytest.approx(ours)
     assert rows["inherited"][:2] == (0, 0)
+    random = trainer.initialise(LARGE, jax.random.key(3), 1.5)  # all heads write
+    question = _question(random)
+    for off, (added, ours) in {"nothing": (1, 1), "added": (0, 1), "inherited": (1, 0)}.items():
+        row = added_heads.row_of(random, LARGE, question, off, inherited)
+        assert (row[0] > 0, row[1] > 0) == (added, ours)
     with pytest.raises(ValueError, match="has no more heads than"):
         added_heads.heads_of(added_heads.HeadFlags(grown_from="judge"))
 
@@ -79,3 +86,18 @@ def test_norms_are_of_what_each_head_adds(grown):
     expected = np.linalg.norm(outs[0], axis=-1)
     np.testing.assert_allclose(norms[0, :, 1], expected, rtol=1e-4)
     assert not np.asarray(norms)[0, :, [0, 2, 3, 4]].any()
+
+
+@pytest.mark.slow
+def test_the_judges_answers_do_not_need_its_added_heads(tmp_path):
+    flags = added_heads.HeadFlags(tasks=("multikey",), context=256, num_prompts=2)
+    assert added_heads.STUDY.write(flags, tmp_path) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    numbers = {value["name"]: value["here"] for value in report["values"]}
+    assert numbers["right_nothing"] == numbers["right_added"] == 100
+    assert numbers["right_inherited"] == 0 and report["holds"] is False
+    assert (numbers["added_heads"], numbers["local_added_heads"]) == (48, 48)
+    assert (numbers["inherited_heads"], numbers["local_inherited_heads"]) == (16, 5)
+    assert numbers["norm_added"] < numbers["norm_inherited"] / 10
+    assert numbers["gate_added"] < 0.3 < numbers["gate_inherited"]
+    assert len(report["rows"]) == 2 * len(added_heads.OFF)
