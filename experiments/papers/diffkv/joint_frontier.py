@@ -32,6 +32,7 @@ REPORTS = (
     "experiments/results/diffkv/equal_bytes/report.json",
     "experiments/results/diffkv/table1_accuracy_memory/report.json",
     "experiments/results/diffkv/fig11_frontier/report.json",
+    "experiments/results/diffkv/fig11_frontier/thresholds/report.json",
     "experiments/results/diffkv/fig08_key_value_formats/report.json",
     "experiments/results/diffkv/streaming_shares/report.json",
 )
