@@ -10,7 +10,7 @@ and KV head. The number of critical tokens differs between layers, heads and pro
                      head's query heads
     norm             norm of the token's value
     critical tokens  number of tokens that hold 95 % of a prompt's significance
-    pruned           share of the tokens that DiffKV drops from a prompt (§4.3), at --alpha_l
+    pruned           share of the tokens that DiffKV drops from a prompt (§4), at --alpha_l
 """
 
 import functools

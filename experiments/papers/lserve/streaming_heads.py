@@ -23,7 +23,7 @@ from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES,
 from experiments.study import Values
 from paged.kv_cache.gates import Gates
 
-DENSE, TURNED = "dense", "gates turned around"
+DENSE = "dense"
 HALF = 0.5  # share of the heads that stream in the claim and in the controls
 MOST = 2.0  # points that they may lose
 
@@ -51,11 +51,11 @@ def label(share: float) -> str:
     return f"{100 * share:.15g}% streaming"
 
 
-def controls(flags: ShareFlags, gates: Gates) -> dict[str, Gates]:
-    """The gates of the controls by name."""
-    trained, rng = np.array(gates), np.random.default_rng(flags.seed)
-    found = {TURNED: (1 - trained).tolist()}
-    for split in range(flags.random_splits):
+def controls(gates: Gates, seed: int, random_splits: int) -> dict[str, Gates]:
+    """Other gates by the names of controls: the gates subtracted from 1, and random ones."""
+    trained, rng = np.array(gates), np.random.default_rng(seed)
+    found = {"gates turned around": (1 - trained).tolist()}
+    for split in range(random_splits):
         found[f"random heads {split + 1}"] = rng.random(trained.shape).tolist()
     return found
 
@@ -69,13 +69,14 @@ def systems(flags: ShareFlags) -> accuracy.Systems:
 
     found = {DENSE: accuracy.config_of(flags)}
     found |= {label(share): streaming(share, gates) for share in flags.shares}
-    for name, other in controls(flags, gates).items():
+    for name, other in controls(gates, flags.seed, flags.random_splits).items():
         found[name] = streaming(HALF, other)
     return found
 
 
 def compare(flags: ShareFlags, _: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    for name in controls(flags, gates_of(flags.model, flags.gates)):
+    gates = gates_of(flags.model, flags.gates)
+    for name in controls(gates, flags.seed, flags.random_splits):
         yield label(HALF), name
 
 

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from experiments import accuracy
 from experiments.accuracy import PAGE_SIZE, AccuracyFlags, Row
 from experiments.lib.typed_flags import flag
+from experiments.papers.lserve import streaming_heads
 from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
 from experiments.study import Values
 from paged.kv_cache.lserve.options import MIN_SELECTED
@@ -66,14 +67,9 @@ def points(flags: FrontierFlags) -> dict[str, tuple[float, str]]:
 def controls(flags: FrontierFlags, gates) -> dict[str, dict[str, Any]]:
     """Changed policy options of the controls, by name. Controls should lose more points than the
     claim's system; no rule tests this."""
-    trained, rng = np.array(gates), np.random.default_rng(flags.seed)
-    found: dict[str, dict[str, Any]] = {
-        "gates turned around": {"gates": (1 - trained).tolist()},
-        "random pages": {"selection": "random"},
-    }
-    for split in range(flags.random_splits):
-        found[f"random heads {split + 1}"] = {"gates": rng.random(trained.shape).tolist()}
-    return found
+    others = streaming_heads.controls(gates, flags.seed, flags.random_splits)
+    found: dict[str, dict[str, Any]] = {name: {"gates": other} for name, other in others.items()}
+    return found | {"random pages": {"selection": "random"}}
 
 
 def systems(flags: FrontierFlags) -> accuracy.Systems:

@@ -35,8 +35,8 @@ def test_systems_differ_in_what_their_names_say(gates):
     found = frontier.systems(flags)
     assert list(found) == [
         "dense", "0% streaming, budget 192", "50% streaming, budget 192",
-        "50% streaming, budget all", "gates turned around", "random pages", "random heads 1",
-        "random heads 2",
+        "50% streaming, budget all", "gates turned around", "random heads 1", "random heads 2",
+        "random pages",
     ]  # fmt: skip
     chosen = found["50% streaming, budget 192"].policy_options
     assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (192, 0.5, 0.9)
