@@ -19,6 +19,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from scipy.ndimage import maximum_filter1d
 from tqdm import tqdm
 
 from experiments.lib.plain_attention import check_model
@@ -29,7 +30,7 @@ from experiments.papers.lserve.gates import JUDGE_GATES, gates_of
 from experiments.study import Run, Setting, Study, Values
 from models import checkpoint
 from models.config import ModelConfig
-from paged.kv_cache.diffkv.compression import Rules
+from paged.kv_cache.diffkv.compression import NEIGHBOURS, Rules
 from pallas_kernels.prompt_attention import prompt_attention
 
 RULES = Rules(), Rules(prompt="repository")
@@ -49,6 +50,7 @@ class System:
     equal: whether each head prunes equally many tokens; otherwise as many in all heads together.
     ratio: whether tokens are ranked by significance over threshold, as DiffKV prunes them;
         otherwise by significance. By the repository's rules both orders are one.
+    pooled: whether a token has the largest significance of itself and its neighbours, as in SnapKV.
     heads: the heads that prune their part; others keep all tokens.
     """
 
@@ -56,6 +58,7 @@ class System:
     rules: int = 0
     equal: bool = False
     ratio: bool = True
+    pooled: bool = False
     heads: Literal["all", "retrieval", "others"] = "all"
 
 
@@ -67,6 +70,7 @@ SYSTEMS = {
     "equal_ratio": System("equally many in each head, furthest below the threshold", equal=True),
     "equal": System("equally many in each head, least significant", equal=True, ratio=False),
     "equal_last": System("equally many in each head, by the last 64 queries", rules=1, equal=True),
+    "equal_pooled": System("as before, pooled over 7 tokens", rules=1, equal=True, pooled=True),
 }
 
 
@@ -158,6 +162,8 @@ def pruned(system: System, sums_LxTxK, share: float, retrieval_LxK: np.ndarray) 
     )
     scores = significance * base if system.ratio else significance
     scores_LxKxO = np.asarray(scores).transpose(0, 2, 1)[:, :, : T - WINDOW]
+    if system.pooled:
+        scores_LxKxO = maximum_filter1d(scores_LxKxO, 2 * NEIGHBOURS + 1)
     count = round(share * (T - WINDOW))
     if system.equal:
         mask = smallest(scores_LxKxO, count)

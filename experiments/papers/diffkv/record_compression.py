@@ -6,7 +6,9 @@
 At each of the paper's pairs of thresholds (Fig. 10), stories of --lengths tokens are prefilled, and
 their first tokens are continued by sampling. The tokens that each KV head keeps in high and in low
 precision are counted in the device's cache. Means over --sequences are written to --file, which
-`paged.kv_cache.diffkv.recording` reads.
+`paged.kv_cache.diffkv.recording` reads. The generated tokens are then prefilled as a prompt: heads
+that keep another share of the same tokens do so by the rule of generation (Algorithm 1), and not by
+the text.
 """
 
 import json
@@ -35,7 +37,7 @@ from paged.requests.sampling_params import SamplingParams
 
 # alpha_h and alpha_l of Llama3-8B, Qwen2.5-7B, Llama3-70B, and Qwen2.5-32B and QwQ-32B.
 ALPHAS = ((1.0, 0.02), (0.04, 0.04), (1.0, 0.0), (3.0, 0.0))
-PROMPT, GENERATED = "prompt", "generated"
+PROMPT, GENERATED, REREAD = "prompt", "generated", "reread"
 OPTIONS = {name: getattr(Options(), name) for name in ("window", "prompt_rule", "generation_rule")}
 FIRST = 16  # prompt tokens of a generated sequence
 
@@ -56,7 +58,8 @@ class RecordFlags(ModelFlags):
 class Row:
     """A head at one length.
 
-    phase: PROMPT for prefilled tokens, GENERATED for generated ones.
+    phase: PROMPT for prefilled tokens, GENERATED for generated ones, REREAD for tokens that were
+        generated and then prefilled.
     tokens: tokens of the sequence.
     high, low: tokens that the head keeps in each precision, means over sequences.
     """
@@ -84,17 +87,18 @@ def engine_of(flags: RecordFlags, alpha: tuple[float, float]) -> Engine:
 
 def kept(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, lengths: Sequence[int], seed: int
-) -> dict[int, np.ndarray]:
+) -> tuple[dict[int, np.ndarray], list[list[int]]]:
     """For each length: the tokens [L * K, 2] that heads keep in high and in low precision when a
-    sequence reaches the length, mean over the sequences."""
+    sequence reaches the length, mean over the sequences. Also all tokens of each sequence."""
     for i, prompt in enumerate(prompts):
         how = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=seed + i)
         engine.add_request(prompt, how)
     executor, scheduler = engine.executor, engine.scheduler
     assert isinstance(executor, DeviceExecutor)
     found: dict[int, list[np.ndarray]] = {length: [] for length in lengths}
+    texts = []
     while engine.has_unfinished():
-        engine.step()
+        texts += [output.prompt_tokens + output.tokens for output in engine.step()]
         slots = scheduler.running_slots()
         reached = scheduler.slots.computed[slots]
         if np.isin(reached, lengths).any():
@@ -103,7 +107,7 @@ def kept(
                 if length in found:
                     found[length].append(counts[slot])
     assert all(len(each) == len(prompts) for each in found.values()), "a length was passed by"
-    return {length: np.mean(each, axis=0) for length, each in found.items()}
+    return {length: np.mean(each, axis=0) for length, each in found.items()}, texts
 
 
 def measure(flags: RecordFlags, run: Run) -> Iterator[Row]:
@@ -115,10 +119,12 @@ def measure(flags: RecordFlags, run: Run) -> Iterator[Row]:
         engine, found = engine_of(flags, alpha), {}
         for length in tqdm(flags.ascending, f"alpha {alpha}", leave=False):
             of_prompts = [story[:length] for story in stories]
-            found[PROMPT, length] = kept(engine, of_prompts, 2, [length], flags.seed)[length]
+            found[PROMPT, length] = kept(engine, of_prompts, 2, [length], flags.seed)[0][length]
         beginnings = [story[:FIRST] for story in stories]
-        grown = kept(engine, beginnings, longest + 2 - FIRST, flags.ascending, flags.seed)
+        grown, texts = kept(engine, beginnings, longest + 2 - FIRST, flags.ascending, flags.seed)
         found |= {(GENERATED, length): counts for length, counts in grown.items()}
+        again = [text[:longest] for text in texts]
+        found[REREAD, longest] = kept(engine, again, 2, [longest], flags.seed)[0][longest]
         for (phase, length), counts in found.items():
             for head, (high, low) in enumerate(counts.tolist()):
                 rows.append(Row(*alpha, phase, length, head // K, head % K, high, low))
@@ -159,7 +165,7 @@ def values(flags: RecordFlags, rows: Sequence[Row]) -> Values:
     sizes = [format.token_bytes for format in formats]
     numbers: dict[str, float | None] = {}
     for alpha_h, alpha_l in ALPHAS:
-        for phase in (PROMPT, GENERATED):
+        for phase in (PROMPT, GENERATED, REREAD):
             mine = [
                 (row.high, row.low) for row in rows
                 if (row.alpha_h, row.alpha_l, row.phase, row.tokens)

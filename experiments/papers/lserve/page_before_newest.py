@@ -40,7 +40,7 @@ class PageFlags(Flags):
     contexts: tuple[int, ...] = flag((2047, 2048), "tokens of prompt and answer", least=1)
     num_prompts: int = flag(40, "prompts of each context", least=1)
     budget: int = flag(1024, "tokens that a query reads, in whole pages", least=3 * PAGE_SIZE)
-    intervals: tuple[int, ...] = flag((1, 2, 4, 8), "tokens that share a selection", least=1)
+    intervals: tuple[int, ...] = flag((1, 2, 4, 8, 16), "tokens that share a selection", least=1)
     seed: int = flag(7, "of the prompts", least=0)
 
 
@@ -71,13 +71,14 @@ def pages_read(scores_RxKxM, newest_R, count: int, always):
 
 
 def seen(
-    layer, q_RxKxGxD, keys_SxKxD, at_R, sources_R, always, count: int, logical: int = LOGICAL_PAGE
-):
+    layer, q_RxKxGxD, keys_SxKxD, at_R, sources_R, always, count: int, logical: int = LOGICAL_PAGE,
+    page: int = PAGE_SIZE,
+):  # fmt: skip
     """The tokens [R, K, S] of `pages_read`. sources: [R] the row whose query selects pages for the
-    row. logical: tokens of a logical page; with 1, scores are exact."""
+    row. page, logical: tokens of a page and of a logical page; with 1, scores are exact."""
     bounds = page_bounds(q_RxKxGxD[sources_R], keys_SxKxD, logical)
-    scores = bounds.reshape(*bounds.shape[:2], -1, PAGE_SIZE // logical).max(3)
-    return jnp.repeat(pages_read(scores, at_R // PAGE_SIZE, count, always), PAGE_SIZE, 2)
+    scores = bounds.reshape(*bounds.shape[:2], -1, page // logical).max(3)
+    return jnp.repeat(pages_read(scores, at_R // page, count, always), page, 2)
 
 
 def page_bounds(q_RxKxGxD, keys_SxKxD, page: int):
@@ -126,8 +127,8 @@ def check_budget(budget: int, context: int, questions: Sequence[masked.Question]
     pages = min(len(each.prompt) for each in questions) // PAGE_SIZE
     if budget // PAGE_SIZE > pages:
         raise ValueError(
-            f"prompts of --contexts={context} have {pages} whole pages of {PAGE_SIZE} tokens, "
-            f"fewer than --budget={budget}"
+            f"prompts of {context} tokens have {pages} whole pages of {PAGE_SIZE} tokens, fewer "
+            f"than a budget of {budget}"
         )
 
 
@@ -209,7 +210,7 @@ STUDY = Study(
     check=check,
     draw=draw,
     quick={"num_prompts": 2},
-    minutes=(1, 8),
+    minutes=(1, 12),
     size=(10, 3.8),
 )
 

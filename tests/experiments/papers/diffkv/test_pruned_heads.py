@@ -104,6 +104,20 @@ def test_systems_prune_as_many_tokens_in_the_heads_that_they_name(sums, share):
     assert parts[0].any() and parts[1].any()
 
 
+def test_pooling_keeps_the_neighbours_of_significant_tokens(sums):
+    """As SnapKV's prompt rule: a token counts as the most significant one within three places."""
+    plain, pooled = (
+        study.pruned(study.SYSTEMS[name], sums[1], 0.9, RETRIEVAL)
+        for name in ("equal_last", "equal_pooled")
+    )
+    for layer, head in np.ndindex(L, K):
+        top = int(sums[1][layer, :OLD, head].argmax())
+        near = np.arange(max(0, top - 3), min(OLD, top + 4))
+        assert not pooled[layer, head, near].any()
+        assert not plain[layer, head, top]
+    assert (plain != pooled).any()
+
+
 def test_rows_name_each_system_once(weights, tokens):
     question = masked.Question(tokens, [5, 6, 7])
     rows = list(study.rows_of((0.1, 0.5), weights, MODEL, RETRIEVAL, question))

@@ -1,0 +1,202 @@
+"""The budget at which large pages lose answers (LServe §3.5.1 and §5.2, Figs. 6 and 13).
+
+    python -m experiments.papers.lserve.page_budgets
+    python -m experiments.papers.lserve.page_budgets --task=cot_long --context=1024 \\
+        --budgets=64,128,256,512 --dense_layers=2
+
+Each token of an answer selects a budget of whole pages: flat pages of 16, 32 or 64 tokens, or pages
+of 64 that are scored by their logical pages of 16, or exactly, by each key. The first
+--dense_layers read everything; with two, flat pages of 16 are Quest's, but selected by KV head,
+where Quest selects by query head.
+
+A prompt passes through the model once. Its right answer passes through it once for each system,
+with masks written from the definition of page selection, without engine and kernels
+(`experiments/papers/masked.py`).
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from experiments.lib.plain_attention import check_model
+from experiments.lib.program import refusals
+from experiments.lib.typed_flags import Flags, flag
+from experiments.papers import masked
+from experiments.papers.lserve import page_before_newest as pages
+from experiments.study import Run, Setting, Study, Values
+from models import checkpoint
+
+# Name -> tokens of a page and of its logical pages; logical pages of one token are exact scores.
+PAGES = {
+    "flat_16": (16, 16), "flat_32": (32, 32), "flat_64": (64, 64), "hierarchical_64": (64, 16),
+    "exact_64": (64, 1),
+}  # fmt: skip
+EVERYTHING, GROWTH = "everything", 4  # GROWTH: of pages from 16 to 64 tokens
+LOSS, NEAR = 10, 2  # percentage points
+
+
+@dataclass(frozen=True)
+class BudgetFlags(Flags):
+    model: str = flag("judge", "'bundled', 'judge', a hub id or a folder", path=True)
+    task: str = flag("multikey", "a task of experiments/tasks/tasks.py")
+    context: int = flag(4096, "tokens of prompt and answer", least=256)
+    num_prompts: int = flag(100, "prompts", least=1)
+    budgets: tuple[int, ...] = flag(
+        (128, 256, 512, 1024, 2048), "tokens that a query reads, in whole pages", least=1
+    )
+    dense_layers: int = flag(0, "first layers, which read everything", least=0)
+    seed: int = flag(7, "of the prompts", least=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        masked.check_distinct(budgets=self.budgets)
+        if wrong := [each for each in self.budgets if each % 64 or each < 64]:
+            raise ValueError(f"--budgets must be multiples of 64, not {wrong}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt under a system.
+
+    first_wrong: index of the answer's first wrong token; -1 if the answer is right.
+    """
+
+    prompt: int
+    system: str
+    budget: int
+    first_wrong: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a prompt, as `Run.once` keeps them."""
+
+    fields: list[list]
+
+
+def seen(layer, q_RxKxGxD, keys_SxKxD, at_R, *, page: int, logical: int, count: int, dense: int):
+    """The tokens [R, K, S] of `page_before_newest.seen`, with a selection for each row; all tokens
+    in the first `dense` layers."""
+    rows = jnp.arange(len(at_R))
+    chosen = pages.seen(
+        layer, q_RxKxGxD, keys_SxKxD, at_R, rows, 0, count=count, logical=logical, page=page
+    )
+    return chosen | (layer < dense)
+
+
+def everything(layer, q_RxKxGxD, keys_SxKxD, at_R):
+    return jnp.ones((1, 1, 1), bool)
+
+
+@functools.lru_cache(maxsize=1)
+def loaded(model: str):
+    return checkpoint.load(model)
+
+
+@functools.lru_cache(maxsize=1)
+def questions_of(flags: BudgetFlags) -> list[masked.Question]:
+    return masked.questions(flags.model, flags.task, flags.context, flags.num_prompts, flags.seed)
+
+
+def of_prompt(flags: BudgetFlags, index: int) -> Rows:
+    config, params = loaded(flags.model)
+    question = questions_of(flags)[index]
+    asked = masked.Asked(params, config, question)
+    found = [[index, EVERYTHING, 0, question.first_wrong(asked.likeliest(everything))]]
+    for name, (page, logical) in PAGES.items():
+        for budget in flags.budgets:
+            likeliest = asked.likeliest(
+                seen, page=page, logical=logical, count=budget // page, dense=flags.dense_layers
+            )
+            found.append([index, name, budget, question.first_wrong(likeliest)])
+    return Rows(found)
+
+
+def check(flags: BudgetFlags) -> None:
+    config = check_model(flags.model, [flags.context])
+    if flags.dense_layers >= config.num_layers:
+        raise ValueError(f"--dense_layers must be below the model's {config.num_layers} layers")
+    pages.check_budget(max(flags.budgets), flags.context, questions_of(flags))
+
+
+def measure(flags: BudgetFlags, run: Run) -> Iterator[Row]:
+    with refusals():
+        loaded(flags.model)
+    for index in tqdm(range(flags.num_prompts), f"{flags.task}, {flags.context}"):
+        if run.stopped():
+            return
+        for each in run.once(of_prompt, flags, index).fields:
+            yield Row(*each)
+
+
+def values(_: BudgetFlags, rows: Sequence[Row]) -> Values:
+    """Right answers in percent: right_everything, and right_SYSTEM_BUDGET."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        name = row.system if row.system == EVERYTHING else f"{row.system}_{row.budget}"
+        found.setdefault(f"right_{name}", []).append(row.first_wrong)
+    return {name: masked.percent_right(mine) for name, mine in found.items()}
+
+
+def grown(v: Mapping[str, float]) -> dict[int, float]:
+    """By budget of flat pages of 16: points that pages of 64 lose to them at GROWTH times it."""
+    start = "right_flat_16_"
+    budgets = [int(name.removeprefix(start)) for name in v if name.startswith(start)]
+    return {
+        budget: v[f"{start}{budget}"] - v[f"right_flat_64_{GROWTH * budget}"]
+        for budget in sorted(budgets)
+        if GROWTH * budget in budgets
+    }
+
+
+def holds(v: Mapping[str, float]) -> bool:
+    lost = list(grown(v).values())
+    if len(lost) < 2:
+        raise ValueError(f"--budgets must have two budgets and {GROWTH} times each of them")
+    return lost[0] >= LOSS and lost[-1] <= NEAR
+
+
+def draw(flags: BudgetFlags, figure: Figure, rows: Sequence[Row]) -> None:
+    numbers, axes = values(flags, rows), figure.subplots()
+    for name in PAGES:
+        right = [numbers[f"right_{name}_{budget}"] or 0.0 for budget in sorted(flags.budgets)]
+        axes.plot(sorted(flags.budgets), right, marker="o", label=name.replace("_", ", "))
+    axes.axhline(numbers["right_everything"] or 0.0, color="#999999", lw=0.8, ls="--")
+    axes.set_xscale("log", base=2)
+    axes.set(
+        xlabel=f"tokens read, of {flags.context:,}", ylabel="right answers (%)", ylim=(-3, 103),
+        xticks=sorted(flags.budgets), xticklabels=[f"{each:,}" for each in sorted(flags.budgets)],
+    )  # fmt: skip
+    axes.legend(frameon=False)
+
+
+STUDY = Study(
+    __file__,
+    title="Page sizes over budgets (LServe Figs. 6, 13)",
+    kind="analogue",
+    claim="if the budget grows with the page, larger pages lose answers at small shares of the "
+    "context, and none at large shares",
+    rule=f"flat pages of 64 tokens lose to flat pages of 16, at {GROWTH} times their budget, "
+    f"{LOSS} points or more at the smallest budget asked, and at most {NEAR} at the largest",
+    holds=holds,
+    setting=Setting(
+        "the judge model, multikey at 4,096 tokens, 128 to 2,048 of them read; a forward pass",
+        "the paper asks a needle of Llama-3-8B at up to 256k tokens",
+        "reduced",
+    ),
+    flags=BudgetFlags,
+    measure=measure,
+    values=values,
+    check=check,
+    draw=draw,
+    quick={"num_prompts": 2, "context": 2048, "budgets": (64, 128, 256, 512)},
+    minutes=(1, 20),
+    size=(6.5, 4),
+)
+
+if __name__ == "__main__":
+    STUDY.run()
