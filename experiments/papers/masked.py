@@ -7,7 +7,7 @@ first is the likeliest after the right tokens before it.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.tasks import tasks
-from models import load_tokenizer
+from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
@@ -26,6 +26,13 @@ MULTIPLE = 64
 # (layer, q [R, K, G, D], keys [S, K, D], positions [R], ...) -> the tokens [R, K, S] that each
 # query sees, bool; later tokens are masked elsewhere. A size may be 1.
 Seen = Callable[..., jax.Array]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a prompt, as `Run.once` keeps them."""
+
+    fields: list[list]
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,12 @@ def questions(model: str, task: str, context: int, num: int, seed: int) -> list[
     if min(len(each.answer) for each in found) < 2:
         raise ValueError(f"answers of {task} must have at least two tokens")
     return found
+
+
+@lru_cache(maxsize=1)
+def loaded(model: str):
+    """The model's configuration and parameters."""
+    return checkpoint.load(model)
 
 
 def check_distinct(**flags: Sequence) -> None:
@@ -94,6 +107,11 @@ class Asked:
         how = self.config, seen, tuple(sorted(static.items()))
         found = _likeliest(self.params, *how, self.kv, self.start, self.tokens, *arrays)
         return np.asarray(found)[: self.rows]
+
+
+def everything(layer, q_RxKxGxD, keys_SxKxD, at_R):
+    """A `Seen` that leaves nothing out."""
+    return jnp.ones((1, 1, 1), bool)
 
 
 def attention(q_RxKxGxD, keys_SxKxD, values_SxKxD, mask_RxKxS, scale: float):

@@ -70,7 +70,12 @@ SYSTEMS = {
     "equal_ratio": System("equally many in each head, furthest below the threshold", equal=True),
     "equal": System("equally many in each head, least significant", equal=True, ratio=False),
     "equal_last": System("equally many in each head, by the last 64 queries", rules=1, equal=True),
-    "equal_pooled": System("as before, pooled over 7 tokens", rules=1, equal=True, pooled=True),
+    "equal_pooled": System(
+        "equally many in each head, by the last 64 queries, pooled over 7 tokens",
+        rules=1,
+        equal=True,
+        pooled=True,
+    ),
 }
 
 
@@ -109,13 +114,6 @@ class Row:
     first_wrong: int
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a prompt, as `Run.once` keeps them."""
-
-    fields: list[list]
-
-
 @functools.cache
 def scoring(config: ModelConfig):
     """An attention of padded prompts. Its state: the prompt's first row and the padding's; for each
@@ -144,9 +142,11 @@ def asked(params, config: ModelConfig, question: masked.Question) -> masked.Aske
 
 
 def smallest(scores: np.ndarray, count: int) -> np.ndarray:
-    """A mask of the `count` smallest scores along the last axis."""
+    """A mask of the `count` smallest scores along the last axis. Of equal scores the last count as
+    the smallest, as in the engine."""
     mask = np.zeros(scores.shape, bool)
-    np.put_along_axis(mask, np.argsort(scores, -1, kind="stable")[..., :count], True, -1)
+    order = np.argsort(scores[..., ::-1], -1, kind="stable")[..., :count]
+    np.put_along_axis(mask, scores.shape[-1] - 1 - order, True, -1)
     return mask
 
 
@@ -200,16 +200,11 @@ def rows_of(
         yield name, share, 100 * float(mask.mean()), 100 * float(of.mean()), wrong
 
 
-@functools.lru_cache(maxsize=1)
-def loaded(model: str):
-    return checkpoint.load(model)
-
-
-def of_prompt(flags: HeadFlags, task: str, index: int) -> Rows:
-    config, params = loaded(flags.model)
+def of_prompt(flags: HeadFlags, task: str, index: int) -> masked.Rows:
+    config, params = masked.loaded(flags.model)
     question = questions_of(flags, task)[index]
     found = rows_of(flags.shares, params, config, retrieval_heads(flags), question)
-    return Rows([[task, index, *each] for each in found])
+    return masked.Rows([[task, index, *each] for each in found])
 
 
 @functools.lru_cache(maxsize=1)
@@ -242,7 +237,7 @@ def check(flags: HeadFlags) -> None:
 
 def measure(flags: HeadFlags, run: Run) -> Iterator[Row]:
     with refusals():
-        loaded(flags.model)
+        masked.loaded(flags.model)
     for task in flags.tasks:
         for index in tqdm(range(flags.num_prompts), task):
             if run.stopped():
@@ -322,7 +317,7 @@ STUDY = Study(
     check=check,
     draw=draw,
     quick={"num_prompts": 1, "shares": (0.1,)},
-    minutes=(1, 25),
+    minutes=(1, 30),
     size=(11, 4),
 )
 

@@ -6,9 +6,9 @@
 At each of the paper's pairs of thresholds (Fig. 10), stories of --lengths tokens are prefilled, and
 their first tokens are continued by sampling. The tokens that each KV head keeps in high and in low
 precision are counted in the device's cache. Means over --sequences are written to --file, which
-`paged.kv_cache.diffkv.recording` reads. The generated tokens are then prefilled as a prompt: heads
-that keep another share of the same tokens do so by the rule of generation (Algorithm 1), and not by
-the text.
+`paged.kv_cache.diffkv.recording` reads. The generated tokens are then prefilled as a prompt. If
+heads keep another share of the same tokens, the text is not the reason: generation has a rule of
+its own (Algorithm 1), and its queries see compressed tokens.
 """
 
 import json
@@ -89,7 +89,8 @@ def kept(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int, lengths: Sequence[int], seed: int
 ) -> tuple[dict[int, np.ndarray], list[list[int]]]:
     """For each length: the tokens [L * K, 2] that heads keep in high and in low precision when a
-    sequence reaches the length, mean over the sequences. Also all tokens of each sequence."""
+    sequence reaches the length, mean over the sequences. Also all tokens of each sequence, in the
+    order of their ends."""
     for i, prompt in enumerate(prompts):
         how = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, seed=seed + i)
         engine.add_request(prompt, how)
@@ -107,6 +108,7 @@ def kept(
                 if length in found:
                     found[length].append(counts[slot])
     assert all(len(each) == len(prompts) for each in found.values()), "a length was passed by"
+    assert len(texts) == len(prompts), "a sequence has not ended, or ended twice"
     return {length: np.mean(each, axis=0) for length, each in found.items()}, texts
 
 
@@ -213,7 +215,7 @@ STUDY = Study(
     values=values,
     draw=draw,
     quick={"lengths": (128, 256), "sequences": 2},
-    minutes=(1, 10),
+    minutes=(1, 12),
     size=(12, 4),
 )
 

@@ -95,13 +95,6 @@ class Row:
     first_wrong: int
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a prompt, as `Run.once` keeps them."""
-
-    fields: list[list]
-
-
 def window(at_R, places: int):
     """[R, 1, S] bool: the tokens that a streaming head's query at each position sees (§3.1), and
     later tokens."""
@@ -181,11 +174,13 @@ def questions_of(flags: LossFlags, context: int) -> list[masked.Question]:
     return masked.questions(flags.model, flags.task, context, flags.num_prompts, flags.seed)
 
 
-def of_prompt(flags: LossFlags, context: int, index: int) -> Rows:
+def of_prompt(flags: LossFlags, context: int, index: int) -> masked.Rows:
     question = questions_of(flags, context)[index]
     params, config, streams = loaded(flags)
     found = answers(flags.budget, params, config, streams, question)
-    return Rows([[context, index, name, question.first_wrong(tokens)] for name, tokens in found])
+    return masked.Rows(
+        [[context, index, name, question.first_wrong(tokens)] for name, tokens in found]
+    )
 
 
 def check(flags: LossFlags) -> None:

@@ -75,7 +75,8 @@ def seen(
     page: int = PAGE_SIZE,
 ):  # fmt: skip
     """The tokens [R, K, S] of `pages_read`. sources: [R] the row whose query selects pages for the
-    row. page, logical: tokens of a page and of a logical page; with 1, scores are exact."""
+    row. page, logical: tokens of a page and of a logical page. Logical pages of one token make
+    scores exact."""
     bounds = page_bounds(q_RxKxGxD[sources_R], keys_SxKxD, logical)
     scores = bounds.reshape(*bounds.shape[:2], -1, page // logical).max(3)
     return jnp.repeat(pages_read(scores, at_R // page, count, always), page, 2)
@@ -123,12 +124,12 @@ def check(flags: PageFlags) -> None:
 
 
 def check_budget(budget: int, context: int, questions: Sequence[masked.Question]) -> None:
-    """Raises ValueError for a prompt with fewer whole pages than the budget."""
+    """Raises ValueError for a prompt with fewer whole pages of PAGE_SIZE tokens than the budget."""
     pages = min(len(each.prompt) for each in questions) // PAGE_SIZE
     if budget // PAGE_SIZE > pages:
         raise ValueError(
-            f"prompts of {context} tokens have {pages} whole pages of {PAGE_SIZE} tokens, fewer "
-            f"than a budget of {budget}"
+            f"the shortest prompt of a context of {context} has {pages} whole pages of {PAGE_SIZE} "
+            f"tokens, fewer than a budget of {budget}"
         )
 
 

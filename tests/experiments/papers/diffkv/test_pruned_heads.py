@@ -8,6 +8,7 @@ from experiments.papers.diffkv import pruned_heads as study
 from models import llama, params
 from models.config import ModelConfig
 from paged import Engine, EngineConfig, SamplingParams
+from paged.kv_cache.diffkv.compression import Rules
 
 MODEL = ModelConfig(
     model_type="qwen3", hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4,
@@ -104,18 +105,18 @@ def test_systems_prune_as_many_tokens_in_the_heads_that_they_name(sums, share):
     assert parts[0].any() and parts[1].any()
 
 
-def test_pooling_keeps_the_neighbours_of_significant_tokens(sums):
-    """As SnapKV's prompt rule: a token counts as the most significant one within three places."""
-    plain, pooled = (
-        study.pruned(study.SYSTEMS[name], sums[1], 0.9, RETRIEVAL)
-        for name in ("equal_last", "equal_pooled")
-    )
-    for layer, head in np.ndindex(L, K):
-        top = int(sums[1][layer, :OLD, head].argmax())
-        near = np.arange(max(0, top - 3), min(OLD, top + 4))
-        assert not pooled[layer, head, near].any()
-        assert not plain[layer, head, top]
-    assert (plain != pooled).any()
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_pooled_pruning_is_the_rule_of_snapkv(sums, share):
+    """The tokens that the engine's prompt rule keeps, with a budget of as many."""
+    mask = study.pruned(study.SYSTEMS["equal_pooled"], sums[1], share, RETRIEVAL)
+    rules = Rules(prompt="snapkv", generation="keep", budgeted=True)
+    alone = study.pruned(study.SYSTEMS["equal_last"], sums[1], share, RETRIEVAL)
+    for layer in range(L):
+        (kept, *_), _ = rules.of_prompts(
+            sums[1][layer], np.arange(T), np.full(T, T), np.zeros(1), T - round(share * OLD)
+        )
+        np.testing.assert_array_equal(np.asarray(kept)[:OLD].T, ~mask[layer])
+    assert (alone != mask).any()
 
 
 def test_rows_name_each_system_once(weights, tokens):

@@ -99,7 +99,7 @@ def test_without_a_loss_there_is_nothing_to_explain():
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"budget": 4096}, "prompts of 1023 tokens have 10 whole pages of 64 tokens, fewer"),
+        ({"budget": 4096}, "a context of 1023 has 10 whole pages of 64 tokens, fewer"),
         ({"contexts": (9000,)}, "a context is at most the model's 8192 positions"),
         ({"task": "cot", "contexts": (512,), "budget": 192}, "streaming heads read all tokens of"),
         ({"gates": "models/bundled/duo_gates.json"}, "duo_gates.json"),

@@ -82,7 +82,7 @@ def test_the_claim_needs_the_page_and_not_the_control():
     [
         ({"intervals": (1, 3)}, "--intervals must divide 64"),
         ({"intervals": (2, 2)}, "--intervals names a value twice: 2, 2"),
-        ({"budget": 4096}, "prompts of 512 tokens have 5 whole pages of 64 tokens, fewer than"),
+        ({"budget": 4096}, "a context of 512 has 5 whole pages of 64 tokens, fewer than"),
         ({"contexts": (9000,)}, "a context is at most the model's 8192 positions"),
     ],
 )

@@ -20,7 +20,7 @@ def test_the_masks_give_the_tokens_of_the_engine():
     weights = params.init(llama.declare(MODEL), jax.random.key(3))
     prompt = np.random.default_rng(0).integers(3, MODEL.vocab_size, 330).tolist()
     answers = []
-    for name, dense in (("flat_16", 0), ("flat_16", 1), ("flat_32", 0), ("hierarchical_64", 0)):
+    for name, dense in [*((each, 0) for each in study.PAGES), ("flat_16", 1)]:
         page, logical = study.PAGES[name]
         options = {"budget": BUDGET, "reuse": 1, "logical_page": logical, "dense_layers": dense}
         config = EngineConfig(
@@ -30,34 +30,42 @@ def test_the_masks_give_the_tokens_of_the_engine():
         engine = Engine.from_model(weights, MODEL, config)
         [output] = engine.generate([prompt], SamplingParams(max_tokens=60, ignore_eos=True))
         answers.append(tuple(output.tokens))
-        likeliest = Asked(weights, MODEL, Question(prompt, output.tokens)).likeliest(
-            study.seen, page=page, logical=logical, count=BUDGET // page, dense=dense
-        )
-        assert likeliest.tolist() == output.tokens[1:]
+        asked = Asked(weights, MODEL, Question(prompt, output.tokens))
+        assert study.likeliest(asked, name, BUDGET, dense).tolist() == output.tokens[1:]
     assert len(set(answers)) == len(answers), "pages and layers change no token"
 
 
-RIGHT = {
-    "right_everything": 100, "right_flat_16_64": 90, "right_flat_64_64": 10,
-    "right_flat_16_128": 95, "right_flat_64_128": 30, "right_flat_16_256": 100,
-    "right_flat_64_256": 60, "right_flat_16_512": 100, "right_flat_64_512": 94,
-}  # fmt: skip
+FLAGS = study.BudgetFlags(budgets=(512, 64, 128, 256, 1024))
 
 
-def test_the_claim_needs_a_loss_at_the_smallest_budget_and_none_at_the_largest():
-    assert study.grown(RIGHT) == {64: 30, 128: 1}
-    assert study.holds(RIGHT)
-    assert not study.holds(RIGHT | {"right_flat_64_256": 85})
-    assert not study.holds(RIGHT | {"right_flat_64_512": 92})
-    with pytest.raises(ValueError, match="two budgets and 4 times each of them"):
-        study.holds({name: x for name, x in RIGHT.items() if "512" not in name})
+def test_systems_read_three_pages_or_more():
+    budgets = [budget for name, budget in FLAGS.systems if name == "flat_64"]
+    assert budgets == [256, 512, 1024]
+    assert ("flat_16", 64) in FLAGS.systems
+    assert ("flat_32", 64) not in FLAGS.systems
 
 
-def test_values_are_shares_of_right_answers():
-    rows = [study.Row(i, "flat_16", 64, wrong) for i, wrong in enumerate((-1, 2, -1, -1))]
-    rows += [study.Row(i, study.EVERYTHING, 0, -1) for i in range(4)]
-    numbers = study.values(study.BudgetFlags(), rows)
-    assert numbers == {"right_flat_16_64": 75, "right_everything": 100}
+def _numbers(wrong: dict[tuple[str, int], int]) -> dict[str, float]:
+    """Of twenty prompts for each system, of which so many are wrong; others are right."""
+    rows = [
+        study.Row(i, name, budget, 2 if i < wrong.get((name, budget), 0) else -1)
+        for name, budget in [(study.EVERYTHING, 0), *FLAGS.systems]
+        for i in range(20)
+    ]
+    return {name: x for name, x in study.values(FLAGS, rows).items() if x is not None}
+
+
+def test_the_claim_needs_a_loss_at_small_budgets_and_none_at_large_ones():
+    wrong = {("flat_64", 256): 8, ("flat_16", 64): 2, ("flat_64", 512): 1}
+    numbers = _numbers(wrong)
+    assert numbers["right_flat_64_256"] == 60
+    assert study.grown(numbers) == {64: 30, 128: 5, 256: 0}
+    assert study.holds(numbers)
+    for change in (
+        {("flat_64", 256): 3}, {("flat_64", 1024): 1}, {("exact_64", 512): 1},
+        {("flat_64", 1024): 1, ("flat_16", 256): 1},
+    ):  # fmt: skip
+        assert not study.holds(_numbers(wrong | change))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,7 @@ def test_values_are_shares_of_right_answers():
     [
         ({"budgets": (100,)}, r"--budgets must be multiples of 64, not \[100\]"),
         ({"budgets": (64, 64)}, "--budgets names a value twice: 64, 64"),
-        ({"budgets": (4096,)}, "have 7 whole pages of 64 tokens, fewer than a budget of"),
+        ({"budgets": (4096,)}, "has 7 whole pages of 64 tokens, fewer than a budget of"),
         ({"dense_layers": 8}, "--dense_layers must be below the model's 8 layers"),
         ({"context": 9000}, "a context is at most the model's 8192 positions"),
     ],
