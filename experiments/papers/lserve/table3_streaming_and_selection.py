@@ -8,6 +8,9 @@ combination of --shares (share of streaming KV heads) and --budgets (tokens that
 never selects pages. The paper loses little at 50 % streaming heads and a budget of 4,096 of up to
 256k tokens. Controls have the claim's share and budget, but gates subtracted from 1, random heads
 or random pages; no rule depends on them.
+
+Parts of the loss: with --reuse=1 each token has a selection of its own, and --page_size=16 makes
+pages flat.
 """
 
 from collections.abc import Sequence
@@ -23,7 +26,7 @@ from experiments.lib.typed_flags import flag
 from experiments.papers.lserve import streaming_heads
 from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
 from experiments.study import Values
-from paged.kv_cache.lserve.options import MIN_SELECTED
+from paged.kv_cache.lserve.options import MIN_SELECTED, Options
 
 TASKS = ("multikey", "chain", "values", "cot", "cot_32")
 GOAL = -2.0  # least difference to dense, points
@@ -39,6 +42,8 @@ class FrontierFlags(AccuracyFlags):
         (0.0, 0.25, 0.5, 0.75), "of the KV heads that stream", least=0, most=1
     )
     budgets: tuple[str, ...] = flag(("512", "1024", "2048", "all"), "tokens, or 'all'")
+    reuse: int = flag(Options.reuse, "tokens that share a selection", least=1)
+    page_size: int = flag(PAGE_SIZE, "tokens of a page of LServe's", choices=(16, 32, 64))
     controls: bool = flag(True, "whether controls answer too")
     random_splits: int = flag(4, "of the controls", least=0)
 
@@ -77,8 +82,12 @@ def systems(flags: FrontierFlags) -> accuracy.Systems:
 
     def lserve(share: float, budget: str, **more: Any):
         tokens = flags.longest + 64 if budget == "all" else int(budget)
-        chosen = {"gates": gates, "streaming_share": share, "budget": tokens} | more
-        return accuracy.config_of(flags, policy="lserve", policy_options=chosen)
+        chosen = {
+            "gates": gates, "streaming_share": share, "budget": tokens, "reuse": flags.reuse,
+        } | more  # fmt: skip
+        return accuracy.config_of(
+            flags, policy="lserve", policy_options=chosen, page_size=flags.page_size
+        )
 
     found = {DENSE: accuracy.config_of(flags)}
     found |= {name: lserve(*point) for name, point in points(flags).items()}

@@ -40,6 +40,11 @@ def test_systems_differ_in_what_their_names_say(gates):
     ]  # fmt: skip
     chosen = found["50% streaming, budget 192"].policy_options
     assert (chosen.budget, chosen.streaming_share, chosen.gates[0][0]) == (192, 0.5, 0.9)
+    parts = frontier.systems(dataclasses.replace(flags, reuse=1, page_size=16))
+    assert parts["dense"] == found["dense"]
+    part = parts["50% streaming, budget 192"]
+    assert (part.page_size, part.policy_options.reuse, chosen.reuse) == (16, 1, 4)
+    assert part.policy_options.logical_page == 16
     turned = found["gates turned around"].policy_options
     assert turned.gates[0] == pytest.approx((0.1, 0.9, 0.9, 0.9)) and turned.budget == 192
     pages = page_size.systems(page_size.PageFlags(**FLAGS, budgets=(192,)))
