@@ -5,7 +5,7 @@ answer passes through it once for each mask. An answer is right if each of its t
 first is the likeliest after the right tokens before it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
+from experiments.study import Run
 from experiments.tasks import tasks
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
@@ -68,6 +70,18 @@ def questions(model: str, task: str, context: int, num: int, seed: int) -> list[
 def loaded(model: str):
     """The model's configuration and parameters."""
     return checkpoint.load(model)
+
+
+def fields_of(
+    run: Run, of_prompt: Callable[..., Rows], flags: Any, cases: Iterable[Any], num_prompts: int
+) -> Iterator[list]:
+    """The fields of the rows of `of_prompt(flags, case, index)` for each case and prompt, kept by
+    the run, until it is stopped."""
+    for case in cases:
+        for index in tqdm(range(num_prompts), str(case)):
+            if run.stopped():
+                return
+            yield from run.once(of_prompt, flags, case, index).fields
 
 
 def check_distinct(**flags: Sequence) -> None:

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
@@ -163,12 +162,8 @@ def check(flags: ChannelFlags) -> None:
 def measure(flags: ChannelFlags, run: Run) -> Iterator[Row]:
     with refusals():
         masked.loaded(flags.model)
-    for task in flags.tasks:
-        for index in tqdm(range(flags.num_prompts), task):
-            if run.stopped():
-                return
-            for each in run.once(of_prompt, flags, task, index).fields:
-                yield Row(*each)
+    for fields in masked.fields_of(run, of_prompt, flags, flags.tasks, flags.num_prompts):
+        yield Row(*fields)
 
 
 def values(_: ChannelFlags, rows: Sequence[Row]) -> Values:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from scipy.ndimage import maximum_filter1d
-from tqdm import tqdm
 
 from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
@@ -238,12 +237,8 @@ def check(flags: HeadFlags) -> None:
 def measure(flags: HeadFlags, run: Run) -> Iterator[Row]:
     with refusals():
         masked.loaded(flags.model)
-    for task in flags.tasks:
-        for index in tqdm(range(flags.num_prompts), task):
-            if run.stopped():
-                return
-            for each in run.once(of_prompt, flags, task, index).fields:
-                yield Row(*each)
+    for fields in masked.fields_of(run, of_prompt, flags, flags.tasks, flags.num_prompts):
+        yield Row(*fields)
 
 
 def label(system: str, share: float) -> str:

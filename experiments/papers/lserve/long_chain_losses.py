@@ -20,7 +20,6 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
@@ -201,12 +200,8 @@ def check(flags: LossFlags) -> None:
 def measure(flags: LossFlags, run: Run) -> Iterator[Row]:
     with refusals():
         loaded(flags)
-    for context in flags.contexts:
-        for index in tqdm(range(flags.num_prompts), f"{flags.task}, {context}"):
-            if run.stopped():
-                return
-            for each in run.once(of_prompt, flags, context, index).fields:
-                yield Row(*each)
+    for fields in masked.fields_of(run, of_prompt, flags, flags.contexts, flags.num_prompts):
+        yield Row(*fields)
 
 
 def percent(rows: Sequence[Row]) -> dict[str, float]:

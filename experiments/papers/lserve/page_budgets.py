@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
@@ -105,7 +104,7 @@ def likeliest(asked: masked.Asked, name: str, budget: int, dense_layers: int) ->
     return asked.likeliest(seen, page=page, logical=logical, count=count, dense=dense_layers)
 
 
-def of_prompt(flags: BudgetFlags, index: int) -> masked.Rows:
+def of_prompt(flags: BudgetFlags, _: str, index: int) -> masked.Rows:
     config, params = masked.loaded(flags.model)
     question = questions_of(flags)[index]
     asked = masked.Asked(params, config, question)
@@ -126,11 +125,8 @@ def check(flags: BudgetFlags) -> None:
 def measure(flags: BudgetFlags, run: Run) -> Iterator[Row]:
     with refusals():
         masked.loaded(flags.model)
-    for index in tqdm(range(flags.num_prompts), f"{flags.task}, {flags.context}"):
-        if run.stopped():
-            return
-        for each in run.once(of_prompt, flags, index).fields:
-            yield Row(*each)
+    for fields in masked.fields_of(run, of_prompt, flags, [flags.task], flags.num_prompts):
+        yield Row(*fields)
 
 
 def values(_: BudgetFlags, rows: Sequence[Row]) -> Values:
