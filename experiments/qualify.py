@@ -32,6 +32,7 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import flag
 from experiments.papers.diffkv import fig02_distributions as distributions
 from experiments.papers.lserve import attention_concentration, duo_gates
+from experiments.papers.lserve.gates import RETRIEVAL_GATE
 from experiments.papers.lserve.gates import gates_of as named_gates
 from experiments.study import Setting, Study, Values
 from experiments.tasks.files import Problems
@@ -40,7 +41,7 @@ from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.hub import find
 
-LOCAL_GATE, RIGHT = 0.3, 95.0
+RIGHT = 95.0
 GOALS = {
     "tasks_at_95": (6, "at least"), "local_head_share": (0.5, "at least"),
     "median_share_of_tokens_for_95": (0.2, "at most"),
@@ -160,7 +161,7 @@ def numbers_of(gates: np.ndarray, spread: Spread, rows: Sequence[Row]) -> dict[s
         "tasks": len(scores),
         "tasks_at_95": sum(bool(score >= RIGHT) for score in scores.values()),
         "kv_heads": gates.size,
-        "local_head_share": float((gates < LOCAL_GATE).mean()),
+        "local_head_share": float((gates < RETRIEVAL_GATE).mean()),
         "median_gate": float(np.median(gates)),
         **spread.numbers(),
     }

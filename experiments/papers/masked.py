@@ -51,6 +51,12 @@ class Question:
         return int(wrong[0]) + 1 if len(wrong) else -1
 
 
+def questions_of(flags: Any, task: str, context: int) -> list[Question]:
+    """`questions` of a study's model, number of prompts and seed."""
+    return questions(flags.model, task, context, flags.num_prompts, flags.seed)
+
+
+@lru_cache(maxsize=1)
 def questions(model: str, task: str, context: int, num: int, seed: int) -> list[Question]:
     """Raises ValueError for an unknown task, one that does not fit the context, one whose answers
     are shorter than two tokens, and a tokenizer that merges prompt and answer."""

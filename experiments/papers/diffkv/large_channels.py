@@ -14,7 +14,6 @@ answer's own keys and values are not quantised.
 """
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -127,14 +126,9 @@ def ratio(x_LxTxKxD: np.ndarray) -> float:
     return float(np.mean(sizes.max(-1) / np.median(sizes, -1)))
 
 
-@functools.lru_cache(maxsize=1)
-def questions_of(flags: ChannelFlags, task: str) -> list[masked.Question]:
-    return masked.questions(flags.model, task, flags.context, flags.num_prompts, flags.seed)
-
-
 def of_prompt(flags: ChannelFlags, task: str, index: int) -> masked.Rows:
     config, params = masked.loaded(flags.model)
-    question = questions_of(flags, task)[index]
+    question = masked.questions_of(flags, task, flags.context)[index]
     asked, found = masked.Asked(params, config, question), []
     for large in LARGE:
         for factor in flags.factors:
@@ -156,7 +150,7 @@ def check(flags: ChannelFlags) -> None:
     for name in flags.formats:
         parse_format(name, config.head_dim, "float16")
     for task in flags.tasks:
-        questions_of(flags, task)
+        masked.questions_of(flags, task, flags.context)
 
 
 def measure(flags: ChannelFlags, run: Run) -> Iterator[Row]:

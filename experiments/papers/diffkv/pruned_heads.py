@@ -25,16 +25,14 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
-from experiments.papers.lserve.gates import JUDGE_GATES, gates_of
+from experiments.papers.lserve.gates import JUDGE_GATES, RETRIEVAL_GATE, gates_of
 from experiments.study import Run, Setting, Study, Values
-from models import checkpoint
 from models.config import ModelConfig
 from paged.kv_cache.diffkv.compression import NEIGHBOURS, Rules
 from pallas_kernels.prompt_attention import prompt_attention
 
 RULES = Rules(), Rules(prompt="repository")
 WINDOW = Rules.window
-GATE = 0.3  # least gate of a retrieval head
 LOSS, NEAR = 10, 5  # percentage points
 NOTHING, OTHERS = "nothing", "others_entirely"
 
@@ -201,24 +199,16 @@ def rows_of(
 
 def of_prompt(flags: HeadFlags, task: str, index: int) -> masked.Rows:
     config, params = masked.loaded(flags.model)
-    question = questions_of(flags, task)[index]
+    question = masked.questions_of(flags, task, flags.context)[index]
     found = rows_of(flags.shares, params, config, retrieval_heads(flags), question)
     return masked.Rows([[task, index, *each] for each in found])
 
 
-@functools.lru_cache(maxsize=1)
-def questions_of(flags: HeadFlags, task: str) -> list[masked.Question]:
-    return masked.questions(flags.model, task, flags.context, flags.num_prompts, flags.seed)
-
-
 def retrieval_heads(flags: HeadFlags) -> np.ndarray:
-    """[L, K] bool. Raises ValueError if the gates are not the model's, or all on one side."""
-    config = checkpoint.load_config(flags.model)
-    found = np.array(gates_of(flags.model, flags.gates)) >= GATE
-    if found.shape != (shape := (config.num_layers, config.num_kv_heads)):
-        raise ValueError(f"--gates has {found.shape} gates; the model has {shape} KV heads")
+    """[L, K] bool. Raises ValueError as `gates_of` does, and for gates that are all on one side."""
+    found = np.array(gates_of(flags.model, flags.gates)) >= RETRIEVAL_GATE
     if found.all() or not found.any():
-        raise ValueError(f"--gates must have gates of at least {GATE}, and some below")
+        raise ValueError(f"--gates must have gates of at least {RETRIEVAL_GATE}, and some below")
     return found
 
 
@@ -226,7 +216,8 @@ def check(flags: HeadFlags) -> None:
     check_model(flags.model, [flags.context])
     retrieval_heads(flags)
     for task in flags.tasks:
-        shortest = min(len(each.prompt) for each in questions_of(flags, task)) - WINDOW
+        questions = masked.questions_of(flags, task, flags.context)
+        shortest = min(len(each.prompt) for each in questions) - WINDOW
         if round(min(flags.shares) * shortest) < 1:
             raise ValueError(
                 f"--shares={min(flags.shares):g} of {task}'s shortest prompt, which has {shortest} "

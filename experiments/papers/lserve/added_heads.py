@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
-from experiments.papers.lserve.gates import JUDGE_GATES, gates_of
+from experiments.papers.lserve.gates import JUDGE_GATES, RETRIEVAL_GATE, gates_of
 from experiments.study import Run, Setting, Study, Values
 from experiments.train import grow
 from models import checkpoint
@@ -31,7 +30,6 @@ from models.config import ModelConfig
 from models.families import family
 from models.full_attention import causal_attend
 
-GATE = 0.3  # least gate of a retrieval head
 LOSS = 10.0  # percentage points
 OFF = NOTHING, ADDED, INHERITED = "nothing", "added", "inherited"  # KV heads
 
@@ -113,53 +111,38 @@ def heads_of(flags: HeadFlags) -> tuple[np.ndarray, np.ndarray]:
     inherited = grow.inherited(checkpoint.load_config(flags.grown_from), config)
     if inherited.all():
         raise ValueError(f"--model={flags.model} has no more heads than --grown_from")
-    gates = np.array(gates_of(flags.model, flags.gates))
-    if gates.shape != inherited.shape:
-        raise ValueError(f"--gates has {gates.shape} gates; the model has {inherited.shape} heads")
-    return inherited, gates
+    return inherited, np.array(gates_of(flags.model, flags.gates))
 
 
-@functools.lru_cache(maxsize=1)
-def loaded(model: str):
-    return checkpoint.load(model, "float32")
-
-
-@functools.lru_cache(maxsize=1)
-def questions_of(flags: HeadFlags, task: str) -> list[masked.Question]:
-    return masked.questions(flags.model, task, flags.context, flags.num_prompts, flags.seed)
-
-
-def of_prompt(flags: HeadFlags, task: str, index: int, off: str) -> Row:
-    config, params = loaded(flags.model)
+def of_prompt(flags: HeadFlags, task: str, index: int) -> masked.Rows:
+    config, params = masked.loaded(flags.model)
     inherited, _ = heads_of(flags)
-    question = questions_of(flags, task)[index]
-    return Row(task, index, off, *row_of(params, config, question, off, inherited))
+    question = masked.questions_of(flags, task, flags.context)[index]
+    return masked.Rows(
+        [[task, index, off, *row_of(params, config, question, off, inherited)] for off in OFF]
+    )
 
 
 def check(flags: HeadFlags) -> None:
     check_model(flags.model, [flags.context])
     heads_of(flags)
     for task in flags.tasks:
-        questions_of(flags, task)
+        masked.questions_of(flags, task, flags.context)
 
 
 def measure(flags: HeadFlags, run: Run) -> Iterator[Row]:
     with refusals():
-        loaded(flags.model)
-    for task in flags.tasks:
-        for index in tqdm(range(flags.num_prompts), task):
-            for off in OFF:
-                if run.stopped():
-                    return
-                yield run.once(of_prompt, flags, task, index, off)
+        masked.loaded(flags.model)
+    for fields in masked.fields_of(run, of_prompt, flags, flags.tasks, flags.num_prompts):
+        yield Row(*fields)
 
 
 def values(flags: HeadFlags, rows: Sequence[Row]) -> Values:
     """right_OFF: percent of right answers with these heads off. norm_added, norm_inherited: norms
     with no head off. gate_added, gate_inherited: mean gates. NAME_heads: numbers of KV heads; local
-    ones have gates below GATE."""
+    ones have gates below RETRIEVAL_GATE."""
     inherited, gates = heads_of(flags)
-    local = gates < GATE
+    local = gates < RETRIEVAL_GATE
     plain = [row for row in rows if row.off == NOTHING]
     return {
         f"right_{off}": masked.percent_right(row.first_wrong for row in rows if row.off == off)

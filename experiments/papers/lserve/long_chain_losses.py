@@ -26,7 +26,7 @@ from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
 from experiments.papers.lserve import page_before_newest as pages
-from experiments.papers.lserve.gates import JUDGE_GATES, gates_of
+from experiments.papers.lserve.gates import JUDGE_GATES, RETRIEVAL_GATE, gates_of
 from experiments.papers.lserve.page_before_newest import LOGICAL_PAGE, PAGE_SIZE
 from experiments.study import Run, Setting, Study, Values
 from models import checkpoint
@@ -35,7 +35,6 @@ from paged.kv_cache.gates import Gates
 from paged.kv_cache.lserve.options import Options
 
 LOSS, NEAR = 10, 5  # percentage points
-GATE = 0.3  # least gate of a retrieval head
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class System:
 
     text: the same in words.
     streams: the heads that stream: half of them, or all but the retrieval heads, whose gate is at
-        least GATE.
+        least RETRIEVAL_GATE.
     interval: tokens that share a selection in the other heads; 0: they read all pages.
     logical: tokens of a logical page; with 1, scores are exact.
     always: a page that is always read, by its distance from the newest page; 0 for none.
@@ -155,11 +154,9 @@ def answers(
 
 
 def streams_of(config: ModelConfig, gates: Gates) -> dict[str, np.ndarray]:
-    """[L, K] bool by `System.streams`. Raises ValueError for gates of another shape."""
-    options = Options(gates=gates)
-    options.check_gates(config)
-    half = options.streams(config)
-    return {"none": np.zeros_like(half), "half": half, "gated": np.array(gates) < GATE}
+    """[L, K] bool by `System.streams`."""
+    half = Options(gates=gates).streams(config)
+    return {"none": np.zeros_like(half), "half": half, "gated": np.array(gates) < RETRIEVAL_GATE}
 
 
 @functools.lru_cache(maxsize=1)
@@ -168,13 +165,8 @@ def loaded(flags: LossFlags) -> tuple:
     return params, config, streams_of(config, gates_of(flags.model, flags.gates))
 
 
-@functools.lru_cache(maxsize=1)
-def questions_of(flags: LossFlags, context: int) -> list[masked.Question]:
-    return masked.questions(flags.model, flags.task, context, flags.num_prompts, flags.seed)
-
-
 def of_prompt(flags: LossFlags, context: int, index: int) -> masked.Rows:
-    question = questions_of(flags, context)[index]
+    question = masked.questions_of(flags, flags.task, context)[index]
     params, config, streams = loaded(flags)
     found = answers(flags.budget, params, config, streams, question)
     return masked.Rows(
@@ -183,11 +175,11 @@ def of_prompt(flags: LossFlags, context: int, index: int) -> masked.Rows:
 
 
 def check(flags: LossFlags) -> None:
-    config = check_model(flags.model, flags.contexts)
-    streams_of(config, gates_of(flags.model, flags.gates))
+    check_model(flags.model, flags.contexts)
+    gates_of(flags.model, flags.gates)
     masked.check_distinct(contexts=flags.contexts)
     for context in flags.contexts:
-        questions = questions_of(flags, context)
+        questions = masked.questions_of(flags, flags.task, context)
         pages.check_budget(flags.budget, context, questions)
         shortest = min(len(each.prompt) for each in questions)
         if shortest < (least := Options.sink + Options.local + PAGE_SIZE):

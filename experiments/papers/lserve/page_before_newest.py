@@ -18,18 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
 from experiments.study import Run, Setting, Study, Values
-from models import checkpoint
 from models.config import ModelConfig
 
 PAGE_SIZE, LOGICAL_PAGE = 64, 16
-LOSS, NEAR = 10, 5  # percentage points
+LOSS, LEFT, APART = 10, 5, 5  # percentage points
 READ = {0: "", 1: "_with_page", 2: "_with_control"}  # pages before the newest -> suffix of values
 
 
@@ -110,8 +108,13 @@ def answers(
         yield interval, always, asked.likeliest(seen, rows, always, count=count)
 
 
-def questions_of(flags: PageFlags, context: int) -> list[masked.Question]:
-    return masked.questions(flags.model, flags.task, context, flags.num_prompts, flags.seed)
+def of_prompt(flags: PageFlags, context: int, index: int) -> masked.Rows:
+    config, params = masked.loaded(flags.model)
+    question = masked.questions_of(flags, flags.task, context)[index]
+    found = answers(flags, params, config, question)
+    return masked.Rows(
+        [[context, index, n, always, question.first_wrong(tokens)] for n, always, tokens in found]
+    )
 
 
 def check(flags: PageFlags) -> None:
@@ -120,7 +123,7 @@ def check(flags: PageFlags) -> None:
         raise ValueError(f"--intervals must divide {PAGE_SIZE}, the tokens of a page")
     masked.check_distinct(intervals=flags.intervals, contexts=flags.contexts)
     for context in flags.contexts:
-        check_budget(flags.budget, context, questions_of(flags, context))
+        check_budget(flags.budget, context, masked.questions_of(flags, flags.task, context))
 
 
 def check_budget(budget: int, context: int, questions: Sequence[masked.Question]) -> None:
@@ -135,13 +138,9 @@ def check_budget(budget: int, context: int, questions: Sequence[masked.Question]
 
 def measure(flags: PageFlags, run: Run) -> Iterator[Row]:
     with refusals():
-        config, params = checkpoint.load(flags.model)
-    for context in flags.contexts:
-        for i, question in enumerate(tqdm(questions_of(flags, context), f"{context}")):
-            if run.stopped():
-                return
-            for interval, always, found in answers(flags, params, config, question):
-                yield Row(context, i, interval, always, question.first_wrong(found))
+        masked.loaded(flags.model)
+    for fields in masked.fields_of(run, of_prompt, flags, flags.contexts, flags.num_prompts):
+        yield Row(*fields)
 
 
 def values(_: PageFlags, rows: Sequence[Row]) -> Values:
@@ -169,8 +168,8 @@ def holds(v: Mapping[str, float]) -> bool:
     if not lost:
         raise ValueError("no interval loses answers, so there is nothing to explain")
     return all(
-        right[f"{name}_with_page"] >= alone[name.partition("_")[0]] - NEAR
-        and right[f"{name}_with_control"] <= right[f"{name}_with_page"] - NEAR
+        right[f"{name}_with_page"] >= alone[name.partition("_")[0]] - LEFT
+        and right[f"{name}_with_control"] <= right[f"{name}_with_page"] - APART
         for name in lost
     )
 
@@ -198,7 +197,7 @@ STUDY = Study(
     claim="answers that are lost because tokens share a selection are right if the page before the "
     "newest is always read",
     rule=f"where an interval loses {LOSS} points or more to a selection for each token, at most "
-    f"{NEAR} are lost with that page, and the page before it is at least {NEAR} points worse",
+    f"{LEFT} are lost with that page, and the page before it is at least {APART} points worse",
     holds=holds,
     setting=Setting(
         "the judge model, cot at 2,047 and 2,048 tokens, 1,024 of them read; a forward pass",

@@ -14,7 +14,6 @@ with masks written from the definition of page selection, without engine and ker
 (`experiments/papers/masked.py`).
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -92,11 +91,6 @@ def seen(layer, q_RxKxGxD, keys_SxKxD, at_R, *, page: int, logical: int, count: 
     return chosen | (layer < dense)
 
 
-@functools.lru_cache(maxsize=1)
-def questions_of(flags: BudgetFlags) -> list[masked.Question]:
-    return masked.questions(flags.model, flags.task, flags.context, flags.num_prompts, flags.seed)
-
-
 def likeliest(asked: masked.Asked, name: str, budget: int, dense_layers: int) -> np.ndarray:
     """As `masked.Asked.likeliest`, with pages of the name."""
     page, logical = PAGES[name]
@@ -104,9 +98,9 @@ def likeliest(asked: masked.Asked, name: str, budget: int, dense_layers: int) ->
     return asked.likeliest(seen, page=page, logical=logical, count=count, dense=dense_layers)
 
 
-def of_prompt(flags: BudgetFlags, _: str, index: int) -> masked.Rows:
+def of_prompt(flags: BudgetFlags, task: str, index: int) -> masked.Rows:
     config, params = masked.loaded(flags.model)
-    question = questions_of(flags)[index]
+    question = masked.questions_of(flags, task, flags.context)[index]
     asked = masked.Asked(params, config, question)
     found = [[index, EVERYTHING, 0, question.first_wrong(asked.likeliest(masked.everything))]]
     for name, budget in flags.systems:
@@ -119,7 +113,8 @@ def check(flags: BudgetFlags) -> None:
     config = check_model(flags.model, [flags.context])
     if flags.dense_layers >= config.num_layers:
         raise ValueError(f"--dense_layers must be below the model's {config.num_layers} layers")
-    pages.check_budget(max(flags.budgets), flags.context, questions_of(flags))
+    questions = masked.questions_of(flags, flags.task, flags.context)
+    pages.check_budget(max(flags.budgets), flags.context, questions)
 
 
 def measure(flags: BudgetFlags, run: Run) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 python -m experiments.papers.lserve.streaming_heads
 
 Heads stream by DuoAttention's gates, at each of --shares. In the controls half of the heads stream,
-by gates subtracted from 1 or at random. table3_streaming_and_selection.py adds page selection; on
+by gates turned around or at random. table3_streaming_and_selection.py adds page selection; on
 the judge its loss is so large that the choice of heads matters little there.
 """
 
@@ -52,7 +52,8 @@ def label(share: float) -> str:
 
 
 def controls(gates: Gates, seed: int, random_splits: int) -> dict[str, Gates]:
-    """Other gates by the names of controls: the gates subtracted from 1, and random ones."""
+    """Other gates by the names of controls: the gates turned around (subtracted from 1),
+    and random ones."""
     trained, rng = np.array(gates), np.random.default_rng(seed)
     found = {"gates turned around": (1 - trained).tolist()}
     for split in range(random_splits):

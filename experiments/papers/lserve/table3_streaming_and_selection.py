@@ -6,8 +6,8 @@ A model answers the same prompts with all heads dense and all pages read, and wi
 combination of --shares (share of streaming KV heads) and --budgets (tokens that dense heads read;
 'all': every page). Answers have several tokens, because the prefill produces the first token and
 never selects pages. The paper loses little at 50 % streaming heads and a budget of 4,096 of up to
-256k tokens. Controls have the claim's share and budget, but gates subtracted from 1, random heads
-or random pages; no rule depends on them.
+256k tokens. Controls have the claim's share and budget, but gates turned around, random heads or
+random pages; no rule depends on them.
 
 Parts of the loss: with --reuse=1 each token has a selection of its own, and --page_size=16 makes
 pages flat.

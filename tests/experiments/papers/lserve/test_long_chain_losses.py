@@ -110,6 +110,7 @@ def test_a_bad_flag_is_refused(fields, complaint):
         study.check(study.LossFlags(**{"num_prompts": 1} | fields))
 
 
-def test_gates_of_another_shape_are_refused():
+def test_gates_of_another_shape_are_refused(tmp_path):
+    (tmp_path / "gates.tsv").write_text("0.1\t0.9\n")
     with pytest.raises(ValueError, match="gates are of 1 layers of 2 KV heads"):
-        study.streams_of(MODEL, GATES[:1])
+        study.check(study.LossFlags(num_prompts=1, gates=str(tmp_path / "gates.tsv")))
