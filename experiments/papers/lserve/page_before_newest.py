@@ -4,7 +4,8 @@ python -m experiments.papers.lserve.page_before_newest
 
 Each of --intervals is a system: the number of tokens that share a selection. Further systems always
 read the page before the newest, or as a control the page before that one, in place of the selected
-page of lowest score.
+page of lowest score. The place of a selection in an answer depends on the prompt's length, so
+several --contexts show whether a length is a special case.
 
 Right answers pass through the model once for each system, with masks written from the definition of
 page selection, without engine and kernels (`experiments/papers/masked.py`).
@@ -28,6 +29,7 @@ from models.config import ModelConfig
 
 PAGE_SIZE, LOGICAL_PAGE = 64, 16
 LOSS, LEFT, APART = 10, 5, 5  # percentage points
+MOST_BARS = 3  # contexts that are drawn as bars
 READ = {0: "", 1: "_with_page", 2: "_with_control"}  # pages before the newest -> suffix of values
 
 
@@ -146,8 +148,12 @@ def measure(flags: PageFlags, run: Run) -> Iterator[Row]:
 def values(_: PageFlags, rows: Sequence[Row]) -> Values:
     """By context C and interval N, in percent: right_C_N, and with a page that is always read
     right_C_N_with_page and right_C_N_with_control, right answers; often_C_N, the share of the most
-    frequent first wrong token in all first wrong tokens; at_C_N, the index of this token."""
+    frequent first wrong token in all first wrong tokens; at_C_N, the index of this token. Over all
+    contexts: pooled_N, pooled_N_with_page and pooled_N_with_control, right answers."""
     numbers: dict[str, float | None] = {}
+    for interval, always in dict.fromkeys((row.interval, row.always) for row in rows):
+        pooled = [r.first_wrong for r in rows if (r.interval, r.always) == (interval, always)]
+        numbers[f"pooled_{interval}{READ[always]}"] = masked.percent_right(pooled)
     for system in dict.fromkeys((row.context, row.interval, row.always) for row in rows):
         context, interval, always = system
         mine = [r.first_wrong for r in rows if (r.context, r.interval, r.always) == system]
@@ -178,6 +184,9 @@ def draw(flags: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
     numbers = values(flags, rows)
     labels = ("selected pages", "with the page before the newest", "with the page before that")
     contexts = list(dict.fromkeys(row.context for row in rows))
+    if len(contexts) > MOST_BARS:
+        draw_contexts(flags, figure, numbers, contexts)
+        return
     for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts):
         x = np.arange(len(flags.intervals))
         for i, (suffix, label) in enumerate(zip(READ.values(), labels)):
@@ -188,6 +197,17 @@ def draw(flags: PageFlags, figure: Figure, rows: Sequence[Row]) -> None:
             xticks=x, xticklabels=[str(n) for n in flags.intervals], ylim=(0, 118),
         )  # fmt: skip
     figure.axes[0].legend(frameon=False, fontsize="small", ncols=2)
+
+
+def draw_contexts(
+    flags: PageFlags, figure: Figure, numbers: Values, contexts: Sequence[int]
+) -> None:
+    axes = figure.subplots()
+    for n in flags.intervals:
+        right = [numbers[f"right_{context}_{n}"] or 0.0 for context in contexts]
+        axes.plot(contexts, right, marker="o", label=f"{n} tokens of a selection")
+    axes.set(xlabel="tokens of prompt and answer", ylabel="right answers (%)", ylim=(-3, 103))
+    axes.legend(frameon=False, fontsize="small")
 
 
 STUDY = Study(

@@ -68,6 +68,7 @@ def test_the_claim_needs_the_page_and_not_the_control():
         "right_2048_1": 100, "often_2048_1": None, "at_2048_1": None,
         "right_2048_2": 25, "often_2048_2": pytest.approx(200 / 3), "at_2048_2": 86,
         "right_2048_2_with_page": 100, "right_2048_2_with_control": 50,
+        "pooled_1": 100, "pooled_2": 25, "pooled_2_with_page": 100, "pooled_2_with_control": 50,
     }  # fmt: skip
     right = {name: x for name, x in numbers.items() if x is not None}
     assert study.holds(right)
