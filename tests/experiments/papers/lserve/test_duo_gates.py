@@ -9,9 +9,10 @@ import pytest
 
 from experiments.papers.lserve import duo_gates
 from experiments.papers.lserve.duo_gates import STUDY, GateFlags
+from experiments.papers.lserve.gates import RETRIEVAL_GATE, gates_of
 from experiments.train.attention import Window, batched_attend
 from experiments.train.data import TrainingData
-from models import checkpoint, llama
+from models import checkpoint, hub, llama
 from models import params as parameters
 from models.config import ModelConfig
 from paged.kv_cache.gates import read_gates
@@ -117,3 +118,11 @@ def test_the_study_writes_the_gates_of_any_model(params, tmp_path):
     gates = read_gates(str(tmp_path / "gates.json"), lambda: checkpoint.weights_hash(folder))
     assert np.array(gates).shape == (2, 2)
     assert (tmp_path / "gates.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("model", ["judge", "judge_scratch"])
+def test_gates_beside_a_judge_are_of_its_weights_and_let_half_of_its_heads_stream(model):
+    """`gates_of` refuses gates of other weights, or of another shape."""
+    folder = hub.BUNDLED.with_name(model)
+    gates = np.array(gates_of(str(folder), str(folder / "duo_gates.json")))
+    assert gates.size == 64 and (gates < RETRIEVAL_GATE).mean() >= 0.5
