@@ -51,21 +51,20 @@ class Question:
         return int(wrong[0]) + 1 if len(wrong) else -1
 
 
-def questions_of(flags: Any, task: str, context: int) -> list[Question]:
-    """`questions` of a study's model, number of prompts and seed."""
-    return questions(flags.model, task, context, flags.num_prompts, flags.seed)
-
-
 @lru_cache(maxsize=1)
-def questions(model: str, task: str, context: int, num: int, seed: int) -> list[Question]:
-    """Raises ValueError for an unknown task, one that does not fit the context, one whose answers
-    are shorter than two tokens, and a tokenizer that merges prompt and answer."""
-    tokenizer, found = load_tokenizer(model), []
-    for each in tasks.make_prompts(task, context, num, seed, tokenizer):
+def questions_of(flags: Any, task: str, context: int) -> list[Question]:
+    """The questions of a study's model, number of prompts and seed. Raises ValueError for an
+    unknown task, one that does not fit the context, one whose answers are shorter than two tokens,
+    and a tokenizer that merges prompt and answer."""
+    tokenizer, found = load_tokenizer(flags.model), []
+    prompts = tasks.make_prompts(task, context, flags.num_prompts, flags.seed, tokenizer)
+    for each in prompts:
         prompt = tokenizer(each.prompt)["input_ids"]
         whole = tokenizer(each.prompt + each.answer)["input_ids"]
         if whole[: len(prompt)] != prompt:
-            raise ValueError(f"the tokenizer of {model} merges the end of a prompt and its answer")
+            raise ValueError(
+                f"the tokenizer of {flags.model} merges the end of a prompt and its answer"
+            )
         found.append(Question(prompt, whole[len(prompt) :]))
     if min(len(each.answer) for each in found) < 2:
         raise ValueError(f"answers of {task} must have at least two tokens")

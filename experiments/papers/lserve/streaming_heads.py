@@ -56,8 +56,7 @@ def label(share: float) -> str:
 
 
 def controls(gates: Gates, seed: int, random_splits: int) -> dict[str, Gates]:
-    """Other gates by the names of controls: the gates turned around (subtracted from 1),
-    and random ones."""
+    """Other gates by the names of controls: turned around (1 minus the gate), and random ones."""
     trained, rng = np.array(gates), np.random.default_rng(seed)
     found = {"gates turned around": (1 - trained).tolist()}
     for split in range(random_splits):
@@ -82,7 +81,8 @@ def inherited_controls(
 
 
 def controls_of(flags: ShareFlags) -> dict[str, Gates]:
-    """Raises ValueError as `gates_of` does, and for models whose sizes cannot be grown."""
+    """The gates of all controls by name. Raises ValueError as `gates_of` does, and for a model that
+    cannot be grown from --grown_from."""
     gates = gates_of(flags.model, flags.gates)
     found = controls(gates, flags.seed, flags.random_splits)
     if flags.grown_from:
