@@ -26,8 +26,8 @@ def find(model: str | Path) -> Path:
     if model in OWN:
         if not OWN[str(model)].is_dir():
             raise ValueError(
-                f"{OWN[str(model)]} is not there: configs/judge_grown.flags trains the model as "
-                "results/judge/model, to be copied there"
+                f"{OWN[str(model)]} is not there: configs/judge_training.flags trains the model "
+                "as results/judge_training/model, to be copied there"
             )
         return OWN[str(model)]
     folder = Path(os.path.expanduser(model))  # Path.expanduser raises for an unknown user.
