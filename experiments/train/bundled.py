@@ -1,12 +1,12 @@
 """Train a small Qwen3-style decoder on the tasks of `experiments.tasks.tasks`.
 
 By default the program trains 'bundled', the model of demos and of tests for equal tokens. With the
-flag file below it grows 'judge' from 'bundled', for studies of sparsity and compression; judge has
-64 KV heads. Two CPU cores suffice. The same command resumes a stopped run. `training.json` in a
+flag file below it trains 'judge', for studies of sparsity and compression, which has 64 KV heads.
+Two CPU cores suffice. The same command resumes a stopped run. `training.json` in a
 model's folder holds the options and the log of its training.
 
     python -m experiments.train.bundled --output_dir=results/bundled
-    python -m experiments.train.bundled --flagfile=configs/judge_grown.flags
+    python -m experiments.train.bundled --flagfile=configs/judge_training.flags
 """
 
 from dataclasses import dataclass

@@ -226,7 +226,7 @@ def test_names_that_are_no_model(folder, monkeypatch):
 
 def test_a_model_of_this_repository_that_is_not_there_yet(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(hub.OWN, "judge", tmp_path / "none")
-    refused(r"/none is not there: configs/judge_grown\.flags", "judge")
+    refused(r"/none is not there: configs/judge_training\.flags", "judge")
     monkeypatch.setitem(hub.OWN, "judge", folder)
     assert hub.find("judge") == folder
 

@@ -33,7 +33,6 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.typed_flags import Flags, flag
 from experiments.study import Setting, Study, Values
 from experiments.tasks import tasks
-from experiments.train import grow
 from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 from models.families import family
@@ -55,9 +54,6 @@ class PromptFlags(Flags):
     num_prompts: int = flag(20, "per task and text", least=1)
     seed: int = flag(7, "of the prompts", least=0)
     texts: tuple[str, ...] = flag((), "text files, cut into prompts", path=True)
-    grown_from: str = flag(
-        "", "the smaller model that --model was grown from; '' for none", path=True
-    )
     alpha_l: float = flag(0.1, "of low precision, below which tokens are dropped", least=0)
 
 
@@ -170,8 +166,10 @@ def prompts_of(flags: PromptFlags) -> dict[str, list[np.ndarray]]:
     }
     first = tokenizer("")["input_ids"]  # of each prompt
     for path in map(shipped.found, flags.texts):
-        if (name := Path(path).name) in found or name.startswith("inherited_"):
-            raise ValueError(f"--texts: {path} has the name of another text or value; rename it")
+        if (name := Path(path).name) in found:
+            raise ValueError(
+                f"--texts: {path} has the name of a task or of another text; rename it"
+            )
         text = text_files.read_text(path)
         tokens, size = tokenizer(text, add_special_tokens=False)["input_ids"], length - len(first)
         if not (count := min(flags.num_prompts, len(tokens) // size)):
@@ -196,8 +194,6 @@ def measure(flags: PromptFlags, _) -> Iterator[Row]:
 
 def check(flags: PromptFlags) -> None:
     prompts_of(flags)
-    if flags.grown_from:
-        inherited_of(flags)
 
 
 def orders(values: np.ndarray) -> float:
@@ -211,10 +207,8 @@ def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
 
     critical_range_most_head: largest range over the tasks of a head's mean of critical tokens.
     pruned_NAME: share of tokens that DiffKV drops, by task and text.
-    pruned_inherited_NAME: the same of the heads that --model has from --grown_from.
     """
     found, ranges, numbers = found_of(flags), dict[tuple[int, int], list[float]](), {}
-    inherited = inherited_of(flags) if flags.grown_from else None
     of_tasks = [row for row in rows if row.task in flags.tasks]
     for row in of_tasks:
         ranges.setdefault((row.layer, row.head), []).append(row.critical_mean)
@@ -222,15 +216,8 @@ def values(flags: PromptFlags, rows: Sequence[Row]) -> Values:
     for name in found:
         mine = [row for row in rows if row.task == name]
         numbers[f"pruned_{name}"] = float(np.mean([row.pruned for row in mine]))
-        if inherited is not None:
-            ours = [row.pruned for row in mine if inherited[row.layer, row.head]]
-            numbers[f"pruned_inherited_{name}"] = float(np.mean(ours))
+
     return summarise(of_tasks, {task: found[task] for task in flags.tasks}) | numbers
-
-
-def inherited_of(flags: PromptFlags) -> np.ndarray:
-    """[L, K] bool. Raises ValueError if --model cannot be grown from --grown_from."""
-    return grow.inherited(*map(checkpoint.load_config, (flags.grown_from, flags.model)))
 
 
 def summarise(rows: Sequence[Row], found: Mapping[str, list[Prompt]]) -> dict[str, float]:
@@ -321,8 +308,7 @@ STUDY = Study(
     setting=Setting(
         "the judge model, 20 prompts of each of five tasks, 1,024 tokens; pruning also on "
         "legal text and numbers",
-        "the paper measures Llama-3-8B on articles of Wikitext; 48 of the judge's 64 "
-        "KV heads were added by growing",
+        "the paper measures Llama-3-8B on articles of Wikitext",
         "reduced",
     ),
     flags=PromptFlags,
@@ -335,7 +321,6 @@ STUDY = Study(
     quick={"num_prompts": 2},
     full={
         "model": "judge",
-        "grown_from": "bundled",
         "texts": ("LICENSE", "models/bundled/diffkv_compression.json"),
     },
     minutes=(0.5, 3),

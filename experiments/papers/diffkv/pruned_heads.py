@@ -293,8 +293,7 @@ STUDY = Study(
     holds=holds,
     setting=Setting(
         "the judge model, three tasks at 2,048 tokens; a forward pass",
-        "the paper has no such figure; three quarters of the judge's heads were added in training "
-        "and write little",
+        "the paper has no such figure",
         "reduced",
     ),
     flags=HeadFlags,

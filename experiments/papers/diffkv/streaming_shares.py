@@ -103,8 +103,7 @@ STUDY = accuracy.study(
         and v[f"lost_{FIRST}"] <= POINTS
     ),
     here="the judge model, four tasks at 2,048 tokens",
-    differs="no paper combines these policies; three quarters of the judge's heads were added in "
-    "training and write little",
+    differs="no paper combines these policies",
     flags=ShareFlags,
     values=values,
     draw=draw,

@@ -22,7 +22,7 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
-from experiments.papers.lserve.gates import JUDGE_GATES, RETRIEVAL_GATE, gates_of
+from experiments.papers.lserve.gates import RETRIEVAL_GATE, gates_of
 from experiments.study import Run, Setting, Study, Values
 from experiments.train import grow
 from models import checkpoint
@@ -36,9 +36,9 @@ OFF = NOTHING, ADDED, INHERITED = "nothing", "added", "inherited"  # KV heads
 
 @dataclass(frozen=True)
 class HeadFlags(Flags):
-    model: str = flag("judge", "'judge', or a folder", path=True)
+    model: str = flag("models/judge_grown", "a folder", path=True)
     grown_from: str = flag("bundled", "the smaller model: 'bundled', or a folder", path=True)
-    gates: str = flag(JUDGE_GATES, "as --lserve_gates", path=True)
+    gates: str = flag("models/judge_grown/duo_gates.json", "as --lserve_gates", path=True)
     tasks: tuple[str, ...] = flag(
         ("multikey", "chain", "values", "cot"), "tasks of experiments/tasks/tasks.py"
     )
@@ -169,13 +169,13 @@ def draw(flags: HeadFlags, figure: Figure, rows: Sequence[Row]) -> None:
 
 STUDY = Study(
     __file__,
-    title="What the judge's added heads do",
+    title="What the added heads of the former judge do",
     kind="analogue",
     claim="answers need the heads that were added in growing",
     rule=f"without the added heads {LOSS:g} points or more are lost",
     holds=lambda v: v["right_added"] <= v[f"right_{NOTHING}"] - LOSS,
     setting=Setting(
-        "the judge model, four tasks at 1,024 tokens; a forward pass",
+        "the former judge, four tasks at 1,024 tokens; a forward pass",
         "the paper has no such row",
         "reduced",
     ),

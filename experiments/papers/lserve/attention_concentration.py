@@ -253,8 +253,7 @@ STUDY = Study(
     holds=lambda v: all(n <= 64 for name, n in v.items() if "90_percent_median" in name),
     setting=Setting(
         "the judge model, six tasks at 1,024 tokens",
-        "the paper's claim is of Llama-3-8B and longer contexts; 96 of the 128 query heads were "
-        "added to the judge by growing, and most of these write little",
+        "the paper's claim is of Llama-3-8B and longer contexts",
         "reduced",
     ),
     flags=AttentionFlags,

@@ -3,9 +3,7 @@
 python -m experiments.papers.lserve.streaming_heads
 
 Heads stream by DuoAttention's gates, at each of --shares. In the controls half of the heads stream,
-by gates turned around or at random. In a model that was grown (--grown_from) more controls leave
-the added heads as the gates have them, and choose at random among the inherited heads alone.
-table3_streaming_and_selection.py adds page selection.
+by gates turned around or at random. table3_streaming_and_selection.py adds page selection.
 """
 
 import itertools
@@ -22,9 +20,7 @@ from experiments.papers import masked
 from experiments.papers.diffkv.systems import key_of
 from experiments.papers.lserve.gates import BUNDLED_GATES, DIFFERS, JUDGE_GATES, gates_of
 from experiments.study import Values
-from experiments.train import grow
-from models import checkpoint
-from paged.kv_cache.gates import Gates, streaming_heads
+from paged.kv_cache.gates import Gates
 
 DENSE = "dense"
 HALF = 0.5  # share of the heads that stream in the claim and in the controls
@@ -41,8 +37,7 @@ class ShareFlags(AccuracyFlags):
     shares: tuple[float, ...] = flag(
         (0.25, HALF, 0.75), f"of the KV heads that stream, {HALF:g} among them", above=0, most=1
     )
-    random_splits: int = flag(2, "controls of each kind that choose at random", least=0)
-    grown_from: str = flag("", "the model that --model was grown from, if it was", path=True)
+    random_splits: int = flag(2, "controls that choose at random", least=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,34 +59,6 @@ def controls(gates: Gates, seed: int, random_splits: int) -> dict[str, Gates]:
     return found
 
 
-def inherited_controls(
-    gates: Gates, inherited_LxK: np.ndarray, seed: int, random_splits: int
-) -> dict[str, Gates]:
-    """Other gates by the names of controls: of the inherited heads as many stream as by the gates,
-    chosen at random; added heads stream as by the gates."""
-    streams, rng = streaming_heads(gates, HALF), np.random.default_rng(seed)
-    places = np.argwhere(inherited_LxK)
-    found = {}
-    for split in range(random_splits):
-        chosen = streams & ~inherited_LxK
-        layers, heads = rng.permutation(places)[: (streams & inherited_LxK).sum()].T
-        chosen[layers, heads] = True
-        found[f"random inherited heads {split + 1}"] = (~chosen).astype(float).tolist()
-    return found
-
-
-def controls_of(flags: ShareFlags) -> dict[str, Gates]:
-    """The gates of all controls by name. Raises ValueError as `gates_of` does, and for a model that
-    cannot be grown from --grown_from."""
-    gates = gates_of(flags.model, flags.gates)
-    found = controls(gates, flags.seed, flags.random_splits)
-    if flags.grown_from:
-        smaller, larger = map(checkpoint.load_config, (flags.grown_from, flags.model))
-        inherited = grow.inherited(smaller, larger)
-        found |= inherited_controls(gates, inherited, flags.seed, flags.random_splits)
-    return found
-
-
 def systems(flags: ShareFlags) -> accuracy.Systems:
     gates = gates_of(flags.model, flags.gates)
 
@@ -101,13 +68,14 @@ def systems(flags: ShareFlags) -> accuracy.Systems:
 
     found = {DENSE: accuracy.config_of(flags)}
     found |= {label(share): streaming(share, gates) for share in flags.shares}
-    for name, other in controls_of(flags).items():
+    for name, other in controls(gates, flags.seed, flags.random_splits).items():
         found[name] = streaming(HALF, other)
     return found
 
 
 def compare(flags: ShareFlags, _: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    for name in controls_of(flags):
+    gates = gates_of(flags.model, flags.gates)
+    for name in controls(gates, flags.seed, flags.random_splits):
         yield label(HALF), name
 
 
@@ -161,14 +129,13 @@ STUDY = accuracy.study(
     "both by the worse bound of the paired interval",
     holds=holds,
     here="the judge model, four tasks at 2,048 tokens",
-    differs=f"{DIFFERS}; 48 of the judge's 64 KV heads were added in growing, among them 28 of the "
-    "32 that stream, and no answer needs them",
+    differs=DIFFERS,
     flags=ShareFlags,
     compare=compare,
     values=values,
     draw=draw,
     quick=accuracy.QUICK | {"tasks": ("multikey", "cot"), "shares": (HALF,), "random_splits": 1},
-    full=accuracy.JUDGE | {"gates": JUDGE_GATES, "grown_from": "bundled"},
+    full=accuracy.JUDGE | {"gates": JUDGE_GATES},
     minutes=(1, 75),
 )
 

@@ -54,7 +54,7 @@ def test_scores_are_means_over_later_tokens(tiny_folder, tokenizer, tmp_path):
     assert len(rows) == 2 * L * K and all(1 <= row["critical_mean"] < T for row in rows)
     for name, message in (
         ("short.txt", r"short.txt: has \d tokens; a prompt needs 2"),
-        ("needle", "needle has the name of another text or value"),
+        ("needle", "needle has the name of a task or of another text"),
     ):
         (tmp_path / name).write_text("Tom")
         with pytest.raises(ValueError, match=message):

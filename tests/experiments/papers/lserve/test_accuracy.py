@@ -17,10 +17,6 @@ from experiments.papers.lserve import fig13_hierarchical_paging as paging
 from experiments.papers.lserve import formats, streaming_heads
 from experiments.papers.lserve import table3_streaming_and_selection as frontier
 from experiments.papers.lserve import table6_reuse as reuse
-from experiments.papers.lserve.gates import JUDGE_GATES, gates_of
-from experiments.train import grow
-from models import checkpoint
-from paged.kv_cache.gates import streaming_heads as heads_that_stream
 from tests.experiments.papers.made_up import FLAGS, found_with, numbers_of, rows_of
 
 
@@ -102,24 +98,6 @@ def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
     numbers = numbers_of(report)
     assert numbers["difference_points"] == -2.5 and report["holds"] is False
     assert numbers["holding_points"] == 0
-
-
-def test_controls_among_inherited_heads_leave_added_heads_as_they_are():
-    gates = gates_of("judge", JUDGE_GATES)
-    inherited = grow.inherited(*map(checkpoint.load_config, ("bundled", "judge")))
-    ours = heads_that_stream(gates, 0.5)
-    found = streaming_heads.inherited_controls(gates, inherited, 7, 2)
-    assert list(found) == ["random inherited heads 1", "random inherited heads 2"]
-    others = [heads_that_stream(other, 0.5) for other in found.values()]
-    assert (others[0] != others[1]).any()
-    for streams in others:
-        assert (streams != ours).any() and streams.sum() == ours.sum()
-        assert (streams == ours)[~inherited].all()
-    flags = streaming_heads.ShareFlags(gates=JUDGE_GATES, model="judge")
-    grown = dataclasses.replace(flags, grown_from="bundled")
-    assert list(streaming_heads.systems(grown)) == [*streaming_heads.systems(flags), *found]
-    with pytest.raises(ValueError, match="hidden_size"):
-        streaming_heads.systems(streaming_heads.ShareFlags(grown_from="judge"))
 
 
 def test_streaming_heads_hold_if_each_control_loses_more(gates):

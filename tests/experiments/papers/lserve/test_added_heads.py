@@ -62,7 +62,7 @@ def test_answers_stay_without_heads_that_write_nothing(grown):
         row = added_heads.row_of(random, LARGE, question, off, inherited)
         assert (row[0] > 0, row[1] > 0) == (added, ours)
     with pytest.raises(ValueError, match="has no more heads than"):
-        added_heads.heads_of(added_heads.HeadFlags(grown_from="judge"))
+        added_heads.heads_of(added_heads.HeadFlags(grown_from="models/judge_grown"))
 
 
 def test_norms_are_of_what_each_head_adds(grown):

@@ -120,7 +120,7 @@ def test_the_study_writes_the_gates_of_any_model(params, tmp_path):
     assert (tmp_path / "gates.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("model", ["judge", "judge_scratch"])
+@pytest.mark.parametrize("model", ["judge", "judge_grown"])
 def test_gates_beside_a_judge_are_of_its_weights_and_let_half_of_its_heads_stream(model):
     """`gates_of` refuses gates of other weights, or of another shape."""
     folder = hub.BUNDLED.with_name(model)
