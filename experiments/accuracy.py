@@ -48,16 +48,14 @@ Systems = Mapping[str, EngineConfig]
 # Compilation dominates small runs. With these flags a system compiles two programs: one for
 # prefills of 512 to 1,024 tokens, and one for decode steps.
 QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
-# Flags of the full scale with 500 prompts a system. The judge model is asked because nearly all
-# heads of the bundled model need all tokens.
-JUDGE = {
-    "model": "judge", "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,),
-    "num_prompts": 125,
+# The judge model is asked because nearly all heads of the bundled model need all tokens.
+ASKED = {"model": "judge", "at_once": 25}
+# Flags of the full scale with 500 prompts a system.
+JUDGE = ASKED | {
+    "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,), "num_prompts": 125,
 }  # fmt: skip
 # The same for long answers: chains of 24 statements, 340 tokens in all.
-LONG_CHAINS = {
-    "model": "judge", "tasks": ("cot_long",), "contexts": (1024,), "num_prompts": 500,
-}  # fmt: skip
+LONG_CHAINS = ASKED | {"tasks": ("cot_long",), "contexts": (1024,), "num_prompts": 500}
 # (flags, rows) -> pairs (system, reference) to compare besides the pairs with the first system.
 Compare = Callable[[Any, Sequence[Any]], Iterable[tuple[str, str]]]
 

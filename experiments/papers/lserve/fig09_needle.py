@@ -170,8 +170,8 @@ STUDY = accuracy.study(
     draw=draw,
     table=table,
     quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (640, 832, 1024), "budgets": (256,)},
-    full={
-        "model": "judge",
+    full=accuracy.ASKED
+    | {
         "gates": JUDGE_GATES,
         "contexts": (512, 1024, 2048, 4096),
         "num_prompts": 125,

@@ -103,7 +103,7 @@ STUDY = accuracy.study(
     draw=draw,
     table=needle.table,
     quick=accuracy.QUICK | {"num_prompts": 8, "contexts": (832, 1024)},
-    full={"model": "judge", "budgets": (512,), "num_prompts": 167},
+    full=accuracy.ASKED | {"budgets": (512,), "num_prompts": 167},
     minutes=(1.5, 120),
     size=(13, 8),
 )

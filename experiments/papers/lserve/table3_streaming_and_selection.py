@@ -82,9 +82,9 @@ def systems(flags: FrontierFlags) -> accuracy.Systems:
 
     def lserve(share: float, budget: str, **more: Any):
         tokens = flags.longest + 64 if budget == "all" else int(budget)
-        chosen = {
-            "gates": gates, "streaming_share": share, "budget": tokens, "reuse": flags.reuse,
-        } | more  # fmt: skip
+        chosen = {"budget": tokens, "reuse": flags.reuse} | more
+        if share:
+            chosen = {"gates": gates, "streaming_share": share} | chosen
         return accuracy.config_of(
             flags, policy="lserve", policy_options=chosen, page_size=flags.page_size
         )
