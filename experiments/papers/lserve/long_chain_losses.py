@@ -25,9 +25,9 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
-from experiments.papers.lserve import page_before_newest as pages
+from experiments.papers.lserve import selection_masks as pages
 from experiments.papers.lserve.gates import JUDGE_GATES, RETRIEVAL_GATE, gates_of
-from experiments.papers.lserve.page_before_newest import LOGICAL_PAGE, PAGE_SIZE
+from experiments.papers.lserve.selection_masks import LOGICAL_PAGE, PAGE_SIZE
 from experiments.study import Run, Setting, Study, Values
 from models import checkpoint
 from models.config import ModelConfig
@@ -105,7 +105,7 @@ def seen(
     logical: int, always: int,
 ):  # fmt: skip
     """[R, K, S] bool: the window in a streaming head; in others the `count` pages of
-    `page_before_newest.seen`, or everything unless the system `selects`.
+    `selection_masks.seen`, or everything unless the system `selects`.
 
     sources: [R] the row whose query selects pages for the row.
     """

@@ -25,7 +25,7 @@ from experiments.lib.plain_attention import check_model
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import Flags, flag
 from experiments.papers import masked
-from experiments.papers.lserve import page_before_newest as pages
+from experiments.papers.lserve import selection_masks as pages
 from experiments.study import Run, Setting, Study, Values
 from paged.kv_cache.lserve.options import MIN_SELECTED
 
@@ -82,7 +82,7 @@ class Row:
 
 
 def seen(layer, q_RxKxGxD, keys_SxKxD, at_R, *, page: int, logical: int, count: int, dense: int):
-    """The tokens [R, K, S] of `page_before_newest.seen`, with a selection for each row; all tokens
+    """The tokens [R, K, S] of `selection_masks.seen`, with a selection for each row; all tokens
     in the first `dense` layers."""
     rows = jnp.arange(len(at_R))
     chosen = pages.seen(

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from experiments.papers.lserve import long_chain_losses as study
-from experiments.papers.lserve.page_before_newest import PAGE_SIZE
+from experiments.papers.lserve.selection_masks import PAGE_SIZE
 from experiments.papers.masked import Question
 from models import llama, params
 from models.config import ModelConfig
@@ -16,7 +16,7 @@ MODEL = ModelConfig(
 GATES = (0.9, 0.1), (0.2, 0.8)
 BUDGET = 192
 LSERVE = {"budget": BUDGET, "gates": GATES}
-# test_page_before_newest.py compares selection without streaming heads.
+# test_shared_selections.py compares selection without streaming heads.
 OF_ENGINE = {
     "streaming": LSERVE | {"budget": 1024},
     "lserve": LSERVE,
