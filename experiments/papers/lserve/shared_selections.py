@@ -2,11 +2,11 @@
 
 python -m experiments.papers.lserve.shared_selections
 
-An answer of `values` or `chain` is written from several records. A token that names a record, a
-letter, is followed by tokens of that record: if it does not select pages itself, these tokens read
-the pages of the record before. Each of --intervals is a system: the number of tokens that share a
-selection. In further systems each name also selects pages anew, or as a control each token after a
-name, one token too late.
+An answer of `values` or `chain` is written from several records. After a letter, a key that names
+records, tokens of another record follow. Each of --intervals is a system: the number of tokens that
+share a selection. In further systems each name also selects pages anew, or as a control each token
+after a name, one token too late. In `chain` names are neighbours, so there the control selects at a
+name too.
 
 Right answers pass through the model once for each system, with masks written from the definition of
 page selection, without engine and kernels (`experiments/papers/masked.py`).
@@ -107,6 +107,10 @@ def check(flags: SelectionFlags) -> None:
     for task in flags.tasks:
         questions = masked.questions_of(flags, task, flags.context)
         check_budget(flags.budget, flags.context, questions)
+        if not any(any(names_of(flags.model, each)) for each in questions):
+            raise ValueError(
+                f"no answer of {task} has a token that is a letter, the name of a record"
+            )
 
 
 def measure(flags: SelectionFlags, run: Run) -> Iterator[Row]:
