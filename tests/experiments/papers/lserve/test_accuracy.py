@@ -85,7 +85,7 @@ def test_bad_flags_are_refused_before_any_model_is_loaded(tmp_path, module, chan
     assert not list(tmp_path.iterdir())
 
 
-def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
+def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts_and_by_controls():
     flags = frontier.FrontierFlags(**FLAGS, shares=(0.5,), budgets=("192",))
     right, half = [True] * 40, [True, False] * 20
     at = frontier.label(*flags.goal)
@@ -94,6 +94,9 @@ def test_the_goal_is_judged_by_the_lower_bound_over_all_prompts():
     numbers = numbers_of(report)
     assert report["holds"] is True and numbers["difference_low"] == 0
     assert numbers["difference_random_heads_1"] == -50 and numbers["random_splits_beaten"] == 1
+    for control in ("random heads 2", "gates turned around", "random pages"):
+        loses_nothing = rows_of(found | {control: found_with(right)})
+        assert frontier.STUDY.report(flags, loses_nothing)["holds"] is False
     report = frontier.STUDY.report(flags, rows_of(found | {at: found_with([False, *right[1:]])}))
     numbers = numbers_of(report)
     assert numbers["difference_points"] == -2.5 and report["holds"] is False
