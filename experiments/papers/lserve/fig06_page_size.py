@@ -57,13 +57,14 @@ def systems(flags: PageFlags) -> accuracy.Systems:
 
 
 def values(flags: PageFlags, rows: Sequence[Row]) -> Values:
-    """Points over flat pages: over_…, of hierarchical pages of 64; exact_over_…, of pages of 64
-    with exact scores."""
+    """difference_…: to dense. Points over flat pages: over_…, of hierarchical pages of 64;
+    exact_over_…, of pages of 64 with exact scores."""
     whole, numbers = accuracy.pooled(rows), {}
     for budget in flags.budgets:
-        flat16, flat64, hierarchical, exact = (
-            whole[label(name, budget)].difference for name in PAGES
-        )
+        differences = [whole[label(name, budget)].difference for name in PAGES]
+        for name, difference in zip(PAGES, differences, strict=True):
+            numbers[f"difference_{name.replace(', ', '_')}_at_{budget}"] = difference
+        flat16, flat64, hierarchical, exact = differences
         numbers[f"over_flat_64_at_{budget}"] = hierarchical - flat64
         numbers[f"over_flat_16_at_{budget}"] = hierarchical - flat16
         numbers[f"exact_over_flat_16_at_{budget}"] = exact - flat16
