@@ -86,7 +86,7 @@ def seen(layer, q_RxKxGxD, keys_SxKxD, at_R, *, page: int, logical: int, count: 
     in the first `dense` layers."""
     rows = jnp.arange(len(at_R))
     chosen = pages.seen(
-        layer, q_RxKxGxD, keys_SxKxD, at_R, rows, 0, count=count, logical=logical, page=page
+        layer, q_RxKxGxD, keys_SxKxD, at_R, rows, count=count, logical=logical, page=page
     )
     return chosen | (layer < dense)
 

@@ -11,18 +11,16 @@ from experiments.papers import masked
 PAGE_SIZE, LOGICAL_PAGE = 64, 16
 
 
-def pages_read(scores_RxKxM, newest_R, count: int, always):
-    """[R, K, M] bool: the newest page, and the `count` - 1 older pages of highest score; among
-    these the page `always` before the newest, if it is not 0."""
+def pages_read(scores_RxKxM, newest_R, count: int):
+    """[R, K, M] bool: the newest page, and the `count` - 1 older pages of highest score."""
     pages, newest = jnp.arange(scores_RxKxM.shape[2]), newest_R[:, None, None]
-    scores = jnp.where(pages == newest - always, jnp.inf, scores_RxKxM)
-    scores = jnp.where(pages < newest, scores, -jnp.inf)
+    scores = jnp.where(pages < newest, scores_RxKxM, -jnp.inf)
     chosen = jax.lax.top_k(scores, count - 1)[1]
     return (jax.nn.one_hot(chosen, len(pages)).sum(2) > 0) | (pages == newest)
 
 
 def seen(
-    layer, q_RxKxGxD, keys_SxKxD, at_R, sources_R, always, count: int, logical: int = LOGICAL_PAGE,
+    layer, q_RxKxGxD, keys_SxKxD, at_R, sources_R, count: int, logical: int = LOGICAL_PAGE,
     page: int = PAGE_SIZE,
 ):  # fmt: skip
     """The tokens [R, K, S] of `pages_read`. sources: [R] the row whose query selects pages for the
@@ -30,7 +28,7 @@ def seen(
     scores exact."""
     bounds = page_bounds(q_RxKxGxD[sources_R], keys_SxKxD, logical)
     scores = bounds.reshape(*bounds.shape[:2], -1, page // logical).max(3)
-    return jnp.repeat(pages_read(scores, at_R // page, count, always), page, 2)
+    return jnp.repeat(pages_read(scores, at_R // page, count), page, 2)
 
 
 def page_bounds(q_RxKxGxD, keys_SxKxD, page: int):

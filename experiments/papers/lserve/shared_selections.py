@@ -5,8 +5,9 @@ python -m experiments.papers.lserve.shared_selections
 An answer of `values` or `chain` is written from several records. After a letter, a key that names
 records, tokens of another record follow. Each of --intervals is a system: the number of tokens that
 share a selection. In further systems each name also selects pages anew, or as a control each token
-after a name, one token too late. In `chain` names are neighbours, so there the control selects at a
-name too.
+after a name, one token too late, unless it is a name itself.
+
+The prompts end at all places of an interval, so that no name is always near a selection.
 
 Right answers pass through the model once for each system, with masks written from the definition of
 page selection, without engine and kernels (`experiments/papers/masked.py`).
@@ -37,8 +38,10 @@ ANEW = {"none": "", "names": "_at_names", "after": "_after_names"}
 class SelectionFlags(Flags):
     model: str = flag("judge", "'bundled', 'judge', a hub id or a folder", path=True)
     tasks: tuple[str, ...] = flag(("values", "chain"), "tasks of experiments/tasks/tasks.py")
-    context: int = flag(2048, "tokens of prompt and answer", least=1)
-    num_prompts: int = flag(125, "prompts of each task", least=1)
+    contexts: tuple[int, ...] = flag(
+        tuple(range(2033, 2049)), "tokens of prompt and answer", least=1
+    )
+    num_prompts: int = flag(8, "prompts of each task and context", least=1)
     budget: int = flag(1024, "tokens that a query reads, in whole pages", least=3 * PAGE_SIZE)
     intervals: tuple[int, ...] = flag((1, 2, 4, 8, 16), "tokens that share a selection", least=1)
     seed: int = flag(8, "of the prompts", least=0)
@@ -54,6 +57,7 @@ class Row:
     """
 
     task: str
+    context: int
     prompt: int
     interval: int
     anew: str
@@ -62,7 +66,7 @@ class Row:
 
 def anew_of(names_R: np.ndarray) -> dict[str, np.ndarray]:
     """[R] bool by the names of ANEW: rows that select whatever the interval."""
-    after = np.concatenate([[False], names_R[:-1]])
+    after = np.concatenate([[False], names_R[:-1]]) & ~names_R
     return {"none": np.zeros_like(names_R), "names": names_R, "after": after}
 
 
@@ -78,7 +82,7 @@ def answers(
     found = anew_of(names_R)
     for interval, anew in product(flags.intervals, ANEW):
         rows = sources(asked.start, len(names_R), interval, found[anew])
-        yield interval, anew, asked.likeliest(seen, rows, 0, count=count)
+        yield interval, anew, asked.likeliest(seen, rows, count=count)
 
 
 def names_of(model: str, question: masked.Question) -> list[bool]:
@@ -87,26 +91,27 @@ def names_of(model: str, question: masked.Question) -> list[bool]:
     return [tokenizer.decode([token]).isalpha() for token in question.answer]
 
 
-def of_prompt(flags: SelectionFlags, task: str, index: int) -> masked.Rows:
+def of_prompt(flags: SelectionFlags, of: tuple[str, int], index: int) -> masked.Rows:
     config, params = masked.loaded(flags.model)
-    question = masked.questions_of(flags, task, flags.context)[index]
+    question = masked.questions_of(flags, *of)[index]
     found = answers(flags, params, config, question, names_of(flags.model, question))
     return masked.Rows(
-        [[task, index, n, anew, question.first_wrong(tokens)] for n, anew, tokens in found]
+        [[*of, index, n, anew, question.first_wrong(tokens)] for n, anew, tokens in found]
     )
 
 
 def check(flags: SelectionFlags) -> None:
-    check_model(flags.model, [flags.context])
+    check_model(flags.model, flags.contexts)
     if 1 not in flags.intervals or any(PAGE_SIZE % interval for interval in flags.intervals):
         raise ValueError(
             f"--intervals must divide {PAGE_SIZE}, the tokens of a page, with 1 among them, not "
             f"{flags.intervals}"
         )
-    masked.check_distinct(intervals=flags.intervals, tasks=flags.tasks)
-    for task in flags.tasks:
-        questions = masked.questions_of(flags, task, flags.context)
-        check_budget(flags.budget, flags.context, questions)
+    distinct = {"intervals": flags.intervals, "tasks": flags.tasks, "contexts": flags.contexts}
+    masked.check_distinct(**distinct)
+    for task, context in product(flags.tasks, flags.contexts):
+        questions = masked.questions_of(flags, task, context)
+        check_budget(flags.budget, context, questions)
         if not any(any(names_of(flags.model, each)) for each in questions):
             raise ValueError(
                 f"no answer of {task} has a token that is a letter, the name of a record"
@@ -116,7 +121,8 @@ def check(flags: SelectionFlags) -> None:
 def measure(flags: SelectionFlags, run: Run) -> Iterator[Row]:
     with refusals():
         masked.loaded(flags.model)
-    for fields in masked.fields_of(run, of_prompt, flags, flags.tasks, flags.num_prompts):
+    cases = product(flags.tasks, flags.contexts)
+    for fields in masked.fields_of(run, of_prompt, flags, cases, flags.num_prompts):
         yield Row(*fields)
 
 
@@ -169,7 +175,8 @@ STUDY = Study(
     "names do",
     holds=holds,
     setting=Setting(
-        "the judge model, values and chain at 2,048 tokens, 1,024 of them read; a forward pass",
+        "the judge model, values and chain at 2,033 to 2,048 tokens, 1,024 of them read; a forward "
+        "pass",
         "the paper has no such figure",
         "reduced",
     ),
@@ -178,7 +185,7 @@ STUDY = Study(
     values=values,
     check=check,
     draw=draw,
-    quick={"num_prompts": 2},
+    quick={"num_prompts": 2, "contexts": (2048,)},
     minutes=(1, 12),
     size=(10, 3.8),
 )
