@@ -298,10 +298,12 @@ def draw_measures(
     figure: Figure, lines: Mapping[str, Mapping[int, Row]], xlabel: str, legend: str
 ) -> None:
     """Draw all MEASURES side by side, over x. lines: label -> {x: row}."""
+    x = sorted({each for points in lines.values() for each in points})
     for axes, measure in zip(figure.subplots(1, len(MEASURES)), MEASURES):
         for name, points in lines.items():
             draw_line(axes, list(points), list(points.values()), measure, label=name)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(x, [f"{each:,}" for each in x])
         axes.set(xlabel=xlabel)
     figure.axes[0].legend(title=legend)
 
