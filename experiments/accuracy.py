@@ -11,6 +11,7 @@ and score them have changed.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -320,6 +321,12 @@ def draw_line(
     errors = np.abs([lower - middle, upper - middle])
     axes.errorbar(x, middle, errors, marker="o", markersize=4, capsize=3, **style)
     axes.set(ylabel=label.replace("dense", reference))
+
+
+def draw_controls(axes: Axes, x: float, rows: Iterable[Row], measure: str) -> None:
+    """Draw a measure of MEASURES of each control at x, in grey, with the control's name."""
+    for row, marker in zip(rows, itertools.cycle("xv^<>1234")):
+        axes.plot(x, getattr(row, measure), marker, color="grey", label=row.system)
 
 
 def study[F: AccuracyFlags](

@@ -91,12 +91,12 @@ def names_of(model: str, question: masked.Question) -> list[bool]:
     return [tokenizer.decode([token]).isalpha() for token in question.answer]
 
 
-def of_prompt(flags: SelectionFlags, of: tuple[str, int], index: int) -> masked.Rows:
+def of_prompt(flags: SelectionFlags, case: tuple[str, int], index: int) -> masked.Rows:
     config, params = masked.loaded(flags.model)
-    question = masked.questions_of(flags, *of)[index]
+    question = masked.questions_of(flags, *case)[index]
     found = answers(flags, params, config, question, names_of(flags.model, question))
     return masked.Rows(
-        [[*of, index, n, anew, question.first_wrong(tokens)] for n, anew, tokens in found]
+        [[*case, index, n, anew, question.first_wrong(tokens)] for n, anew, tokens in found]
     )
 
 
@@ -186,7 +186,7 @@ STUDY = Study(
     check=check,
     draw=draw,
     quick={"num_prompts": 2, "contexts": (2048,)},
-    minutes=(1, 12),
+    minutes=(1, 15),
     size=(10, 3.8),
 )
 

@@ -6,7 +6,6 @@ Heads stream by DuoAttention's gates, at each of --shares. In the controls half 
 by gates turned around or at random. table3_streaming_and_selection.py adds page selection.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,9 +111,7 @@ def draw(flags: ShareFlags, figure: Figure, rows: Sequence[Row]) -> None:
     for axes, measure in zip(figure.subplots(1, len(accuracy.MEASURES)), accuracy.MEASURES):
         line = [whole[label(share)] for share in flags.shares]
         accuracy.draw_line(axes, shares, line, measure, label="by gates")
-        for row, marker in zip(others[1:], itertools.cycle("xv^<>1234")):
-            at = 100 * HALF
-            axes.plot(at, getattr(row, measure), marker, color="grey", label=row.system)
+        accuracy.draw_controls(axes, 100 * HALF, others[1:], measure)
         axes.set(xlabel="KV heads that stream (%)")
     figure.axes[0].axhline(-MOST, color="#999999", linewidth=0.8, linestyle="--")
     figure.axes[0].legend(fontsize="small")

@@ -13,7 +13,6 @@ Parts of the loss: with --reuse=1 each token has a selection of its own, and --p
 pages flat.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,9 +135,7 @@ def draw(flags: FrontierFlags, figure: Figure, rows: Sequence[Row]) -> None:
     accuracy.draw_measures(figure, lines, "budget (tokens)", "")
     others = [row for name, row in whole.items() if name not in points(flags) and name != DENSE]
     for axes, measure in zip(figure.axes, accuracy.MEASURES):
-        for row, marker in zip(others, itertools.cycle("xv^<>1234")):
-            at = int(flags.goal[1])
-            axes.plot(at, getattr(row, measure), marker, color="grey", label=row.system)
+        accuracy.draw_controls(axes, int(flags.goal[1]), others, measure)
     figure.axes[0].axhline(GOAL, color="#999999", linewidth=0.8, linestyle="--")
     figure.axes[0].legend(fontsize="small")
 
