@@ -27,6 +27,7 @@ from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
+from experiments.lib.kept_prompts import keep_prompts
 from experiments.lib.presets import padded
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import ModelFlags, flag
@@ -50,7 +51,7 @@ Systems = Mapping[str, EngineConfig]
 # prefills of 512 to 1,024 tokens, and one for decode steps.
 QUICK = {"at_once": 1, "contexts": (1024,), "num_prompts": 2}
 # The judge model is asked because nearly all heads of the bundled model need all tokens.
-ASKED = {"model": "judge", "at_once": 25}
+ASKED = {"model": "judge", "at_once": 25, "keep_prompts": True}
 # Flags of the full scale with 500 prompts a system.
 JUDGE = ASKED | {
     "tasks": ("multikey", "chain", "values", "cot"), "contexts": (2048,), "num_prompts": 125,
@@ -72,6 +73,11 @@ class AccuracyFlags(ModelFlags):
     at_once: int = flag(16, "prompts that are answered at once, at most", least=1)
     pad_steps: bool = flag(
         False, "whether steps are padded to the largest size, so that two programs are compiled"
+    )
+    keep_prompts: bool = flag(
+        False,
+        "whether keys and values of prompts are kept on disk, so that DiffKV's systems share them: "
+        "of the judge 34 MB a prompt of 2,048 tokens",
     )
     problems: tuple[str, ...] = flag(
         (), "files of problems, up to the longest of --contexts, in place of --tasks"
@@ -213,11 +219,12 @@ def answered[F: AccuracyFlags](
     early when the run is stopped."""
     systems = make(flags)
     problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
-    how = flags.dtype, flags.seed, flags.attention_implementation, flags.match, flags.pad_steps
+    how = flags.dtype, flags.attention_implementation
+    asking = flags.seed, flags.match, flags.pad_steps, flags.keep_prompts
     for i, (name, config) in enumerate(systems.items(), start=1):
         made = made_by | kept_answers.outside(config.policy)
         paths = {
-            key: kept_answers.path_of(run.shared, name, [config, how, made, key, asked])
+            key: kept_answers.path_of(run.shared, name, [config, how, asking, made, key, asked])
             for key, asked in problems.items()
         }
         kept = {key: kept_answers.read(path) for key, path in paths.items()}
@@ -227,6 +234,8 @@ def answered[F: AccuracyFlags](
             engine = None if before else load_engine(config, **loading(flags))
         if engine and flags.pad_steps:
             engine = padded(engine)
+        if engine and flags.keep_prompts:
+            engine = keep_prompts(engine, run.shared / "prompts", [how, made])
         found = Evaluation()
         for key, one in kept.items():
             if run.stopped():

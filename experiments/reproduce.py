@@ -8,8 +8,8 @@ Arguments are names of studies or papers, or beginnings of names up to a `/` or 
 
 --list shows for each study its kind, minutes by scale, needs, the state of its result in
 --output_dir, and the verdict of its committed result with any difference from the paper's setting.
-The state is `no result`, `partial`, `stale` (flags other than --jobs and --pad_steps, code, input
-files or package versions have changed since), or the verdict.
+The state is `no result`, `partial`, `stale` (code, input files, package versions or flags other
+than --jobs, --pad_steps and --keep_prompts have changed since), or the verdict.
 
 A study with a complete result runs again only if the result is stale. A study with a partial result
 is resumed, so repeat the same command to go on. --stale runs only the studies with a stale result.

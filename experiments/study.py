@@ -39,7 +39,7 @@ from experiments.lib.typed_flags import Flags, Output, flag
 
 KEPT = "kept"
 # Flags that change the speed, and no result but by rounding.
-SPEED = ("jobs", "pad_steps", "compilation_cache")
+SPEED = ("jobs", "pad_steps", "keep_prompts", "compilation_cache")
 FILES = ("rows.csv", "figure.png")
 Kind = Literal["counted", "simulated", "measured", "analogue", "not run"]
 KINDS = ("counted", "simulated", "measured", "analogue", "not run")

@@ -92,7 +92,7 @@ def programs(
     """The timed functions: the step, its parts, and 'attention' for gather and attend."""
     executor = Engine.from_model(params, model, config).executor
     assert isinstance(executor, DeviceExecutor)
-    params = executor._params  # with the step's layout
+    params = executor.params  # with the step's layout
     S, L, K, D = len(contexts), model.num_layers, model.num_kv_heads, model.head_dim
     P, pages_per_layer = config.page_size, model.num_kv_heads * config.num_blocks
     sharded = ShardedModel.split(model)

@@ -30,8 +30,8 @@ from paged.kv_cache import POLICIES
 # The sources that make prompts, generate answers and score them.
 SOURCES = (
     "pallas_kernels", "models", "paged", "experiments/tasks", "experiments/evaluate.py",
-    "experiments/lib/engines.py", "experiments/lib/kv_held.py", "experiments/lib/presets.py",
-    "experiments/lib/reference.py", "experiments/lib/report.py",
+    "experiments/lib/engines.py", "experiments/lib/kept_prompts.py", "experiments/lib/kv_held.py",
+    "experiments/lib/presets.py", "experiments/lib/reference.py", "experiments/lib/report.py",
 )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ class DeviceExecutor:
         adapter_host_bytes: int = 0, quantization: str = "none",
     ):  # fmt: skip
         self.clock = WallClock()
-        self._program = program
+        self.program = program
         shards, policy = program.shards, program.policy
         params = shards.place(params)
         if quantization != "none":
@@ -129,7 +129,7 @@ class DeviceExecutor:
         layer_bytes = sum(x.nbytes for x in layers) // shards.model.num_layers
         if stacks(shards.platform, layer_bytes):
             params = stack(params)
-        self._params = params
+        self.params = params
         self._shapes = shapes
         dtype = params["embed"].dtype
         self.adapters: DeviceAdapters | None = None
@@ -160,7 +160,7 @@ class DeviceExecutor:
 
     @property
     def dtype(self) -> str:
-        return str(self._params["embed"].dtype)
+        return str(self.params["embed"].dtype)
 
     @property
     def compilations(self) -> int:
@@ -177,7 +177,7 @@ class DeviceExecutor:
             # An interruption waits for compilations in progress, but not for queued ones.
             threads.shutdown(cancel_futures=True)
         for shape in self._shapes:
-            self.execute(self._program.empty_inputs(shape)).wait()
+            self.execute(self.program.empty_inputs(shape)).wait()
         for mover in self._movers():
             self._cache = mover.warm_up(self._cache)
         if self.adapters:
@@ -188,25 +188,28 @@ class DeviceExecutor:
 
     def _compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
         assert shape in self._shapes, f"step shape {shape} is not declared"
-        return self._program.compile(shape, self._params, self._lora, self._cache, self._state)
+        return self.program.compile(shape, self.params, self._lora, self._cache, self._state)
 
     @property
     def _lora(self) -> ResidentAdapters | None:
         """The adapters that a step reads and never donates."""
         return self.adapters.resident if self.adapters else None
 
-    def execute(self, inputs: StepInputs) -> _DeviceOutputs:
+    def execute(self, inputs: StepInputs) -> PendingOutputs:
         shape = inputs.num_prefill_tokens, inputs.tokens.shape[0] - inputs.num_prefill_tokens
         if shape not in self._programs:
             self._programs[shape] = self._compile(shape)
-        program = self._programs[shape]
+        return self.run(self._programs[shape], inputs)
+
+    def run(self, program: Callable, inputs: StepInputs, *others: Any) -> PendingOutputs:
+        """Execute a program as `StepProgram.compile` returns it, which may have other arguments."""
         self._cache, self._state, outputs = program(
-            self._params, self._lora, self._cache, self._state, inputs.packed
+            self.params, self._lora, self._cache, self._state, inputs.packed, *others
         )
         return _DeviceOutputs(outputs, inputs)
 
     def load_slot(self, slot: int, tokens: np.ndarray, logit_bias: Mapping[int, float]) -> None:
-        history = np.zeros(self._program.max_tokens, np.int32)
+        history = np.zeros(self.program.max_tokens, np.int32)
         history[: len(tokens)] = tokens
         bias_tokens = np.zeros(MAX_LOGIT_BIAS, np.int32)
         bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
@@ -236,7 +239,7 @@ class DeviceExecutor:
     def snapshot(self) -> Any:
         """The policy's `snapshot` of its cache after all dispatched steps, for pictures and tests.
         Raises ValueError for a policy without one."""
-        policy: Any = self._program.policy
+        policy: Any = self.program.policy
         if not hasattr(policy, "snapshot"):
             raise ValueError(f"{type(policy).__name__} shows nothing of its cache: no snapshot")
         return policy.snapshot(self._cache)

@@ -52,13 +52,7 @@ class StepOutputs:
 
 def _iterate(params, cache, state, inputs, model, policy, adapters, reduce):
     """One pass of the model: (cache, state, tokens [S], logprobs [S], hidden [T, W])."""
-    S = inputs.lengths.shape[0]
-    slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
-    sampled_before = state.history.at[slot_of_token, inputs.positions].get(
-        mode="fill", fill_value=0
-    )
-    tokens = jnp.where(inputs.tokens < 0, sampled_before, inputs.tokens)
-
+    tokens = tokens_of(state, inputs)
     cache, plan = policy.begin_step(cache, inputs)
 
     def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, cache):
@@ -68,7 +62,22 @@ def _iterate(params, cache, state, inputs, model, policy, adapters, reduce):
         params, model, tokens, inputs.positions, attend, cache, adapters, reduce
     )
     cache = policy.end_step(cache, plan, inputs)
+    return cache, *sample_tokens(params, state, inputs, model, hidden), hidden
 
+
+def tokens_of(state: SamplingState, inputs: StepInputs):
+    """[T] the step's tokens, with those that the host has not read."""
+    S = inputs.lengths.shape[0]
+    slot_of_token = inputs.slots[jnp.minimum(inputs.token_rows, S - 1)]
+    sampled_before = state.history.at[slot_of_token, inputs.positions].get(
+        mode="fill", fill_value=0
+    )
+    return jnp.where(inputs.tokens < 0, sampled_before, inputs.tokens)
+
+
+def sample_tokens(params, state: SamplingState, inputs: StepInputs, model: ModelConfig, hidden):
+    """(state, tokens [S], logprobs [S]) after sampling from `hidden` [T, W]."""
+    S = inputs.lengths.shape[0]
     logits = family(model).logits(params, model, hidden[inputs.last_tokens])
     how = SamplingArrays.of_rows(inputs.sampling)
     sampled = sample(logits, how, inputs.lengths, state, inputs.slots)
@@ -79,7 +88,7 @@ def _iterate(params, cache, state, inputs, model, policy, adapters, reduce):
     )
     slots = jnp.where(inputs.samples != 0, inputs.slots, state.history.shape[0])
     history = state.history.at[slots, inputs.lengths].set(sampled, mode="drop")
-    return cache, replace(state, history=history), sampled, logprobs, hidden
+    return replace(state, history=history), sampled, logprobs
 
 
 def _next_iteration(inputs: StepInputs, done) -> StepInputs:

@@ -36,7 +36,12 @@ from paged.kv_cache.diffkv.state import (
 from paged.kv_cache.scatter import distinct
 from paged.kv_cache.shared_heads import ALONE, SharedHeads
 from paged.kv_cache.windows import EVERYTHING, window_of
-from pallas_kernels.prompt_attention import prompt_attention, prompt_chunk_attention
+from pallas_kernels.prompt_attention import (
+    PromptSchedule,
+    plan_prompt_attention,
+    prompt_attention,
+    prompt_chunk_attention,
+)
 from pallas_kernels.quantized_attention import Tokens, mixed_precision_attention
 from pallas_kernels.quantized_attention.worklist import listed, num_trips
 
@@ -91,16 +96,21 @@ class DiffKVDevice:
     def begin_step(self, cache: DiffKVCache, inputs) -> tuple[DiffKVCache, Plan]:
         prompts = decodes = None
         if inputs.num_prefill_tokens:
-            scored = 1 if self.rules.prompt_scores["by_head"] else self.shared.copies
-            cache, prompts = plan_prompts(
-                self.layout, self.keeps, self.query_heads * scored, cache, inputs,
-                self.implementation,
-            )  # fmt: skip
+            cache, prompts = plan_prompts(self.layout, cache, inputs, self.schedule(inputs))
         if inputs.num_prefill_tokens < len(inputs.tokens):
             cache, decodes = plan_decodes(
                 self.layout, self.keeps, cache, inputs, self.implementation
             )
         return cache, Plan(prompts, decodes)
+
+    def schedule(self, inputs) -> PromptSchedule | None:
+        """The schedule of a step's prompt attention, without chunks."""
+        scores = self.rules.prompt_scores
+        scored = 1 if scores["by_head"] else self.shared.copies
+        return plan_prompt_attention(
+            inputs.query_starts, inputs.num_prefill_tokens, self.query_heads * scored,
+            self.layout.heads, **scores, implementation=self.implementation,
+        )  # fmt: skip
 
     def attend(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, cache: DiffKVCache, plan: Plan, inputs):
         Tp, outs, window = inputs.num_prefill_tokens, [], window_of(self.attention, layer)
@@ -116,7 +126,7 @@ class DiffKVDevice:
             outs.append(out)
         if plan.decodes is not None:
             q, k, v = (x[Tp:] for x in (q_TxHxD, k_TxKxD, v_TxKxD))
-            out, cache = self._decode(layer, q, k, v, cache, plan.decodes, window)
+            out, cache = self.decode(layer, q, k, v, cache, plan.decodes, window)
             outs.append(out)
         return jnp.concatenate(outs).astype(q_TxHxD.dtype), cache
 
@@ -127,13 +137,21 @@ class DiffKVDevice:
     def _whole_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
                        cache: DiffKVCache):  # fmt: skip
         """Returns (attention [T, H, D], cache), for a step in which all prompts begin and end."""
-        out, sums = prompt_attention(
-            self._scoring(q_TxHxD), k_TxKxD, v_TxKxD, inputs.query_starts, **self._how(window),
-            schedule=plan.schedule, implementation=self.implementation,
-        )  # fmt: skip
-        out, sums = self._own(out, sums)
+        qkv = q_TxHxD, k_TxKxD, v_TxKxD
+        out, sums = self.attend_prompts(*qkv, inputs.query_starts, window, plan.schedule)
         places = Places.of_step(inputs)
-        return out, self._compress(layer, k_TxKxD, v_TxKxD, sums, cache, plan, places)
+        return out, self.compress(layer, k_TxKxD, v_TxKxD, sums, cache, plan, places)
+
+    def attend_prompts(
+        self, q_TxHxD, k_TxKxD, v_TxKxD, query_starts, window, schedule: PromptSchedule | None
+    ):
+        """Exact attention of whole prompts: (attention [T, H, D], sums [T, K] float32 of the
+        tokens' probabilities)."""
+        out, sums = prompt_attention(
+            self._scoring(q_TxHxD), k_TxKxD, v_TxKxD, query_starts, **self._how(window),
+            schedule=schedule, implementation=self.implementation,
+        )  # fmt: skip
+        return self._own(out, sums)
 
     def _chunks_of_prompts(self, layer, q_TxHxD, k_TxKxD, v_TxKxD, plan: PromptPlan, inputs, window,
                            cache: DiffKVCache):  # fmt: skip
@@ -148,7 +166,7 @@ class DiffKVDevice:
         )  # fmt: skip
         cache = replace(cache, stage=staged.kept(sums))
         out, sums = self._own(out, sums.max(-1))
-        return out, self._compress(
+        return out, self.compress(
             layer, staged.keys, staged.values, sums, cache, plan, staged.places()
         )  # fmt: skip
 
@@ -172,7 +190,7 @@ class DiffKVDevice:
     def _heads(self, layer):
         return layer * self.layout.heads + jnp.arange(self.layout.heads)
 
-    def _compress(
+    def compress(
         self, layer, k_TxKxD, v_TxKxD, sums_TxK, cache: DiffKVCache, plan: PromptPlan,
         places: Places,
     ) -> DiffKVCache:  # fmt: skip
@@ -244,7 +262,7 @@ class DiffKVDevice:
         kept = Found(*(x.at[at].set(new, mode="drop") for x, new in zip(cache.found, found)))
         return replace(cache, found=kept)
 
-    def _decode(
+    def decode(
         self, layer, q_SxHxD, k_SxKxD, v_SxKxD, cache: DiffKVCache, plan: DecodePlan, window
     ):
         """Returns (attention [Sd, H, D], cache). The new token is written to the highest precision,

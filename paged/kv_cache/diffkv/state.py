@@ -13,7 +13,7 @@ from paged.kv_cache.diffkv.layout import DiffKVLayout
 from paged.kv_cache.diffkv.page_manager import Pages
 from paged.kv_cache.diffkv.stage import Chunks, Stage
 from pallas_kernels.attention.schedule import DecodeSchedule
-from pallas_kernels.prompt_attention import PromptSchedule, plan_prompt_attention
+from pallas_kernels.prompt_attention import PromptSchedule
 from pallas_kernels.quantized_attention import plan_mixed_decode
 
 
@@ -99,9 +99,7 @@ class Plan:
     decodes: DecodePlan | None
 
 
-def plan_prompts(
-    layout: DiffKVLayout, keeps: Keeps, query_heads: int, cache: DiffKVCache, inputs, implementation
-):
+def plan_prompts(layout: DiffKVLayout, cache: DiffKVCache, inputs, schedule: PromptSchedule | None):
     """Allocate the worst case of pages for prompts (§5.3). Returns (cache, PromptPlan)."""
     Sp, S = inputs.num_prefill_rows, len(inputs.lengths)
     # `inputs.lengths` is also set in rows that compute nothing, so ends come from the tokens.
@@ -117,10 +115,6 @@ def plan_prompts(
         allocated = jnp.where(cache.streams, in_window, allocated)
     allocated = jnp.where(lengths[:, None] > 0, allocated, 0)
     pages = page_manager.allocate_prompts(cache.pages, slots, allocated)
-    schedule = plan_prompt_attention(
-        inputs.query_starts, inputs.num_prefill_tokens, query_heads, layout.heads,
-        **keeps.rules.prompt_scores, implementation=implementation,
-    )  # fmt: skip
     plan = PromptPlan(slots, lengths, allocated, schedule, chunks)
     return replace(cache, pages=pages), plan
 

@@ -42,7 +42,7 @@ def tied() -> tuple[Engine, RequestOutput, int]:
     for name in ("embed", "lm_head"):
         params[name] = params[name].at[twin].set(params[name][token])
     assert isinstance(engine.executor, DeviceExecutor)
-    engine.executor._params = stack(params)  # compiled programs take the parameters as an argument
+    engine.executor.params = stack(params)  # compiled programs take the parameters as an argument
     output = engine.generate([[7, 23, 5]], HOW)[0]
     assert output.tokens[AT] in (token, twin)
     return engine, output, token + twin - output.tokens[AT]

@@ -92,7 +92,7 @@ def alone(params, folder: Path) -> list:
         merged = params
         if name is not None:
             merged = lora.merge(params, peft.load(folder / name, TINY)[0])
-        engine.executor._params = stack(merged)  # compiled programs take the weights as an argument
+        engine.executor.params = stack(merged)  # compiled programs take the weights as an argument
         for i in np.flatnonzero([of == name for of in names]):
             outputs[i] = engine.generate([prompts[i]], hows[i])[0]
     return tokens_of(outputs)

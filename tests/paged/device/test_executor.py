@@ -111,7 +111,7 @@ def test_a_device_half_without_hash_is_refused(tiny_params):
     executor = Engine.from_model(tiny_params, TINY, EngineConfig(max_model_len=256)).executor
     assert isinstance(executor, DeviceExecutor)
     with pytest.raises(ValueError, match="device half must be hashable"):
-        replace(executor._program, policy=[])  # type: ignore[arg-type]
+        replace(executor.program, policy=[])  # type: ignore[arg-type]
 
 
 def test_there_may_be_more_units_than_the_machine_has_memory_for():

@@ -86,7 +86,7 @@ def facts(name: str, size: int) -> dict:
     outputs = engine.generate(*prompts_and_sampling())
     device = engine.executor
     assert isinstance(device, executor.DeviceExecutor)
-    layers = device._params["layers"]
+    layers = device.params["layers"]
     layer = layers[0] if name in UNSTACKED else layers
     bytes_of: Counter[int] = Counter()
     for leaf in jax.tree.leaves(device._cache):
@@ -101,7 +101,7 @@ def facts(name: str, size: int) -> dict:
         "cache_bytes": list(bytes_of.values()),
         "keys": np.asarray(jax.device_get(layer["wk"]))[..., 0].ravel().tolist(),
         "wo_bytes": layer["wo"].addressable_shards[0].data.nbytes,
-        "adapters_split_otherwise": adapters_split_otherwise(name, device._program.shards),
+        "adapters_split_otherwise": adapters_split_otherwise(name, device.program.shards),
         "hidden_with_adapters": hidden_states(name, size, merged=False),
         "hidden_merged": hidden_states(name, 1, merged=True) if size == 1 else None,
     }

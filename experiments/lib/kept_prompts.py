@@ -1,0 +1,199 @@
+"""Prompts of DiffKV that several systems share: their keys and values are kept in files.
+
+Attention of a prompt is exact under DiffKV's policy (§4), so the prompt's keys, values and sums of
+probabilities depend on the model and the prompt's scores alone, not on thresholds or formats.
+`keep_prompts` gives an engine an executor that computes them once, keeps them in a folder, and
+compresses them for each system. On a CPU, nearly all of a study's time is spent on prompts.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.lib import run_record
+from models.config import ModelConfig
+from models.families import family
+from paged.config import EngineConfig
+from paged.device.executor import DeviceExecutor, PendingOutputs
+from paged.device.step import GPU_OPTIONS, StepOutputs, StepProgram, sample_tokens, tokens_of
+from paged.engine import Engine
+from paged.kv_cache.diffkv.device import DiffKVDevice
+from paged.kv_cache.diffkv.stage import Places
+from paged.kv_cache.windows import window_of
+from paged.step_inputs import StepInputs, step_layout, unpack
+
+Array = Any
+
+
+@flax.struct.dataclass
+class Prompt:
+    """A whole prompt, padded to T tokens.
+
+    keys, values: [L, T, K, D] in the model's dtype.
+    sums: [L, T, K] float32, sums of probabilities as `Keeper.of_prompts` takes them.
+    hidden: [E] hidden state of the last token.
+    """
+
+    keys: Array
+    values: Array
+    sums: Array
+    hidden: Array
+
+
+def prefill(params, inputs: StepInputs, model: ModelConfig, policy: DiffKVDevice) -> Prompt:
+    """The one prompt of a step."""
+    T, K, D = inputs.num_prefill_tokens, model.num_kv_heads, model.head_dim
+    schedule = policy.schedule(inputs)
+
+    def attend(layer, q_TxHxD, k_TxKxD, v_TxKxD, kept):
+        window = window_of(policy.attention, layer)
+        out, sums = policy.attend_prompts(
+            q_TxHxD, k_TxKxD, v_TxKxD, inputs.query_starts, window, schedule
+        )
+        new = k_TxKxD, v_TxKxD, sums
+        kept = jax.tree.map(lambda x, of_layer: x.at[layer].set(of_layer), kept, new)
+        return out.astype(q_TxHxD.dtype), kept
+
+    keys = jnp.zeros((model.num_layers, T, K, D), params["embed"].dtype)
+    kept = keys, jnp.zeros_like(keys), jnp.zeros(keys.shape[:-1], jnp.float32)
+    hidden, (keys, values, sums) = family(model).forward(
+        params, model, inputs.tokens[:T], inputs.positions[:T], attend, kept
+    )
+    return Prompt(keys, values, sums, hidden[inputs.last_tokens[0]])
+
+
+def step(
+    params, cache, state, inputs: StepInputs, prompt: Prompt, model: ModelConfig,
+    policy: DiffKVDevice,
+):  # fmt: skip
+    """`paged.device.step.step` of a step whose one prompt is `prompt`."""
+    T, places = inputs.num_prefill_tokens, Places.of_step(inputs)
+    cache, plan = policy.begin_step(cache, inputs)
+    prompts, decodes = plan.prompts, plan.decodes
+    assert prompts is not None and decodes is not None
+
+    def attend(layer, q_SxHxD, k_SxKxD, v_SxKxD, cache):
+        of_layer = prompt.keys[layer], prompt.values[layer], prompt.sums[layer]
+        cache = policy.compress(layer, *of_layer, cache, prompts, places)
+        window = window_of(policy.attention, layer)
+        out, cache = policy.decode(layer, q_SxHxD, k_SxKxD, v_SxKxD, cache, decodes, window)
+        return out.astype(q_SxHxD.dtype), cache
+
+    tokens = tokens_of(state, inputs)[T:]
+    hidden, cache = family(model).forward(
+        params, model, tokens, inputs.positions[T:], attend, cache
+    )
+    cache = policy.end_step(cache, plan, inputs)
+    of_prompts = jnp.zeros((T, hidden.shape[1]), hidden.dtype)
+    hidden = jnp.concatenate([of_prompts.at[inputs.last_tokens[0]].set(prompt.hidden), hidden])
+    state, sampled, logprobs = sample_tokens(params, state, inputs, model, hidden)
+    first = jax.tree.map(lambda x: x[None], StepOutputs(sampled, logprobs))
+    return cache, state, first
+
+
+@functools.lru_cache(maxsize=8)
+def programs(program: StepProgram, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """`prefill` and `step`, jitted for steps of this shape."""
+    layout = step_layout(*shape, program.prefill_rows, program.table_width)
+    model, policy = program.shards.model, program.policy
+    assert isinstance(policy, DiffKVDevice)
+
+    def of_prompt(params, packed):
+        return prefill(params, unpack(packed, layout), model, policy)
+
+    def of_step(params, _, cache, state, packed, prompt):
+        inputs = unpack(packed, layout)
+        cache, state, outputs = step(params, cache, state, inputs, prompt, model, policy)
+        report = jax.tree.map(lambda x: x[None], policy.report(cache))
+        return cache, state, outputs.replace(report=report)
+
+    options = GPU_OPTIONS if program.shards.platform == "gpu" else None
+    return (
+        jax.jit(of_prompt, compiler_options=options),
+        jax.jit(of_step, donate_argnums=(2, 3), compiler_options=options),
+    )
+
+
+class KeptPrompts:
+    """A `DeviceExecutor` whose prompts are kept in a folder.
+
+    made_by: all that prompts depend on beside their tokens and the policy's scores.
+    """
+
+    def __init__(self, executor: DeviceExecutor, folder: Path, made_by: object):
+        self._executor, self._folder = executor, folder
+        policy = executor.program.policy
+        assert isinstance(policy, DiffKVDevice)
+        scores = policy.rules.prompt_scores, policy.layout.prompt_tile, policy.implementation
+        self._made_by = json.dumps([executor.dtype, scores, run_record.plain(made_by)])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute(self, inputs: StepInputs) -> PendingOutputs:
+        T = inputs.num_prefill_tokens
+        if not T:
+            return self._executor.execute(inputs)
+        shape = T, len(inputs.tokens) - T
+        of_prompt, of_step = programs(self._executor.program, shape)
+        start, end = inputs.query_starts[:2]
+        assert start == 0 and inputs.num_prefill_rows == 1 and inputs.positions[0] == 0
+        made_by = f"{self._made_by} {T} {inputs.tokens[:end].tolist()}"
+        path = self._folder / f"{hashlib.sha256(made_by.encode()).hexdigest()[:24]}.npz"
+        prompt = read(path, T)
+        if prompt is None:
+            prompt = of_prompt(self._executor.params, inputs.packed)
+            write(path, prompt, int(end))
+        return self._executor.run(of_step, inputs, prompt)
+
+
+def can_keep(config: EngineConfig) -> bool:
+    """Whether an engine's prompts can be kept: each is the one whole prompt of a step."""
+    return (
+        config.policy == "diffkv" and not config.chunked_prefill
+        and config.max_prefills_per_step == config.tensor_parallel == 1
+        and config.adapter_slots == 0 and config.quantization == "none"
+    )  # fmt: skip
+
+
+def keep_prompts(engine: Engine, folder: Path, made_by: object) -> Engine:
+    """`engine`, with its prompts kept in a folder if `can_keep`."""
+    if can_keep(engine.config):
+        assert isinstance(engine.executor, DeviceExecutor)
+        kept: Any = KeptPrompts(engine.executor, folder, made_by)
+        engine.executor = engine.loop.executor = kept
+    return engine
+
+
+def write(path: Path, prompt: Prompt, length: int) -> None:
+    """Write the prompt's `length` tokens without padding, as an .npz."""
+    content = io.BytesIO()
+    keys, values, sums = (
+        np.asarray(x)[:, :length] for x in (prompt.keys, prompt.values, prompt.sums)
+    )
+    np.savez(content, keys=keys, values=values, sums=sums, hidden=np.asarray(prompt.hidden))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_record.write_whole(path, content.getvalue())
+
+
+def read(path: Path, T: int) -> Prompt | None:
+    """The prompt that `write` wrote, padded to T tokens; None if it is missing or incomplete."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            parts = {name: file[name] for name in file.files}
+        for name in ("keys", "values", "sums"):
+            x = parts[name]
+            padding = [(0, 0), (0, T - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+            parts[name] = np.pad(x, padding)
+        return Prompt(**parts)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None

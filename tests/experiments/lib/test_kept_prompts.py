@@ -1,0 +1,113 @@
+"""Systems that share kept prompts answer as engines that prefill their own."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments.lib import kept_prompts
+from experiments.lib.presets import PRESETS, WHOLE
+from paged.device.executor import DeviceExecutor
+from paged.engine import Engine
+from paged.requests.sampling_params import SamplingParams
+from tests.paged.tiny import TINY, random_params
+
+ONE = WHOLE | {"max_prefills_per_step": 1, "page_size": 4}
+PROMPTS = [list(np.random.default_rng(0).integers(3, 60, n)) for n in (40, 9, 33, 2, 51)]
+HOW = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=4)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params()
+
+
+def make(params, name: str, **changes) -> Engine:
+    config = PRESETS[name].engine_config(TINY, **ONE | changes)
+    return Engine.from_model(params, TINY, config)
+
+
+def same(found, expected) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert [each.top.keys() for each in ours.logprobs] == [
+            each.top.keys() for each in theirs.logprobs
+        ]
+        np.testing.assert_allclose(
+            [each.logprob for each in ours.logprobs], [each.logprob for each in theirs.logprobs],
+            atol=1e-5,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def prefilled(monkeypatch) -> list[int]:
+    """Has an entry for each prompt that is computed; later tests compile their own programs."""
+    calls: list[int] = []
+    whole = kept_prompts.write
+    monkeypatch.setattr(kept_prompts, "write", lambda *a: (calls.append(1), whole(*a)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("diffkv", "diffkv_streaming"),
+        pytest.param(
+            ("diffkv_three", "diffkv_selected", "kv_int4"), marks=pytest.mark.slow, id="others"
+        ),
+    ],
+)
+def test_systems_share_prompts_and_answer_as_before(params, tmp_path, prefilled, names):
+    """Thresholds, formats, streaming heads and page selection change no prompt."""
+    for name in names:
+        expected = make(params, name).generate(PROMPTS, HOW)
+        engine = kept_prompts.keep_prompts(make(params, name), tmp_path, "model")
+        same(engine.generate(PROMPTS, HOW), expected)
+        assert len(prefilled) == len(PROMPTS), f"{name} reads the first system's prompts"
+    assert len(list(tmp_path.iterdir())) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["snapkv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("h2o", "kivi"))],
+)
+def test_other_scores_have_prompts_of_their_own(params, tmp_path, prefilled, name):
+    kept_prompts.keep_prompts(make(params, "diffkv"), tmp_path, "model").generate(PROMPTS, HOW)
+    expected = make(params, name).generate(PROMPTS, HOW)
+    for _ in range(2):
+        engine = kept_prompts.keep_prompts(make(params, name), tmp_path, "model")
+        same(engine.generate(PROMPTS, HOW), expected)
+    assert len(prefilled) == 2 * len(PROMPTS)
+
+
+def test_another_model_and_a_damaged_file_are_prefilled(params, tmp_path, prefilled):
+    def keep(made_by: str) -> Engine:
+        return kept_prompts.keep_prompts(make(params, "diffkv"), tmp_path, made_by)
+
+    expected = keep("one").generate(PROMPTS, HOW)
+    keep("other").generate(PROMPTS, HOW)
+    assert len(prefilled) == 2 * len(PROMPTS)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    same(keep("one").generate(PROMPTS, HOW), expected)
+    assert len(prefilled) == 3 * len(PROMPTS)
+
+
+def test_preempted_sequences_answer_as_before(params, tmp_path):
+    """A recomputed sequence is a prompt with its own output, in a file of its own."""
+    small = {"kv_cache_tokens": 64, "preemption_mode": "recompute"}
+    expected = make(params, "diffkv", **small).generate(PROMPTS, HOW)
+    engine = kept_prompts.keep_prompts(make(params, "diffkv", **small), tmp_path, "model")
+    same(engine.generate(PROMPTS, HOW), expected)
+    assert sum(step.preemptions for step in engine.metrics.steps) > 0
+    assert len(list(tmp_path.iterdir())) > len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [("vllm", {}), ("diffkv", {"max_prefills_per_step": 2}), ("diffkv", {"quantization": "w8a8"})],
+)
+def test_other_engines_stay_as_they_are(params, tmp_path, name, changes):
+    engine = make(params, name, **changes)
+    assert isinstance(kept_prompts.keep_prompts(engine, tmp_path, "").executor, DeviceExecutor)
+    assert not kept_prompts.can_keep(replace(engine.config, max_prefills_per_step=2))
