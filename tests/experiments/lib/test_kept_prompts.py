@@ -1,6 +1,7 @@
 """Systems that share kept prompts answer as engines that prefill their own."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.paged.tiny import TINY, random_params
 
 ONE = WHOLE | {"max_prefills_per_step": 1, "page_size": 4}
 PROMPTS = [list(np.random.default_rng(0).integers(3, 60, n)) for n in (40, 9, 33, 2, 51)]
+SMALL = {"kv_cache_tokens": 40, "preemption_mode": "recompute"}
 HOW = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=4)
 
 
@@ -41,29 +43,39 @@ def same(found, expected) -> None:
 
 @pytest.fixture
 def prefilled(monkeypatch) -> list[int]:
-    """Has an entry for each prompt that is computed; later tests compile their own programs."""
-    calls: list[int] = []
+    """The lengths of the prompts that were computed."""
+    lengths: list[int] = []
     whole = kept_prompts.write
-    monkeypatch.setattr(kept_prompts, "write", lambda *a: (calls.append(1), whole(*a)))
-    return calls
+
+    def write(path: Path, prompt: kept_prompts.Prompt, length: int) -> None:
+        lengths.append(length)
+        whole(path, prompt, length)
+
+    monkeypatch.setattr(kept_prompts, "write", write)
+    return lengths
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        ("diffkv", "diffkv_streaming"),
+        ("diffkv", "kv_int8"),
         pytest.param(
-            ("diffkv_three", "diffkv_selected", "kv_int4"), marks=pytest.mark.slow, id="others"
+            ("diffkv_streaming", "diffkv_three", "diffkv_selected"),
+            marks=pytest.mark.slow,
+            id="others",
         ),
     ],
 )
 def test_systems_share_prompts_and_answer_as_before(params, tmp_path, prefilled, names):
-    """Thresholds, formats, streaming heads and page selection change no prompt."""
+    """Thresholds, formats, streaming heads and page selection change no prompt. A preempted
+    sequence reads its prompt again."""
     for name in names:
-        expected = make(params, name).generate(PROMPTS, HOW)
-        engine = kept_prompts.keep_prompts(make(params, name), tmp_path, "model")
+        changes = SMALL if name == "kv_int8" else {}
+        expected = make(params, name, **changes).generate(PROMPTS, HOW)
+        engine = kept_prompts.keep_prompts(make(params, name, **changes), tmp_path, "model")
         same(engine.generate(PROMPTS, HOW), expected)
-        assert len(prefilled) == len(PROMPTS), f"{name} reads the first system's prompts"
+        assert sorted(prefilled) == sorted(map(len, PROMPTS)), "only by the first system"
+        assert (sum(step.preemptions for step in engine.metrics.steps) > 0) == bool(changes)
     assert len(list(tmp_path.iterdir())) == len(PROMPTS)
 
 
@@ -91,16 +103,6 @@ def test_another_model_and_a_damaged_file_are_prefilled(params, tmp_path, prefil
         path.write_bytes(path.read_bytes()[:-100])
     same(keep("one").generate(PROMPTS, HOW), expected)
     assert len(prefilled) == 3 * len(PROMPTS)
-
-
-def test_preempted_sequences_answer_as_before(params, tmp_path):
-    """A recomputed sequence is a prompt with its own output, in a file of its own."""
-    small = {"kv_cache_tokens": 64, "preemption_mode": "recompute"}
-    expected = make(params, "diffkv", **small).generate(PROMPTS, HOW)
-    engine = kept_prompts.keep_prompts(make(params, "diffkv", **small), tmp_path, "model")
-    same(engine.generate(PROMPTS, HOW), expected)
-    assert sum(step.preemptions for step in engine.metrics.steps) > 0
-    assert len(list(tmp_path.iterdir())) > len(PROMPTS)
 
 
 @pytest.mark.parametrize(
