@@ -32,14 +32,11 @@ REPORTS = (
     "experiments/results/diffkv/equal_bytes/report.json",
     "experiments/results/diffkv/table1_accuracy_memory/report.json",
     "experiments/results/diffkv/fig11_frontier/report.json",
-    "experiments/results/diffkv/fig11_frontier/thresholds/report.json",
     "experiments/results/diffkv/fig08_key_value_formats/report.json",
     "experiments/results/diffkv/streaming_shares/report.json",
 )
 # Flags in which the runs must agree.
 SAME = ("model", "dtype", "tasks", "contexts", "num_prompts", "seed", "problems", "match")
-# The committed Table 1 has these by other settings than their flag files, which equal_bytes has.
-LEFT_OUT = (("table1_accuracy_memory", "Quest"), ("table1_accuracy_memory", "DuoAttention"))
 # The systems' names in other studies, and their names here. DiffKV 0/0 keeps all in high precision.
 NAMES = {
     "vllm": "16 bits", "diffkv": "DiffKV 1/0.02", "kv_int8": "INT8", "K8V8": "INT8",
@@ -124,13 +121,10 @@ def numbers_of(row: Row) -> tuple[float, float, float]:
 def rows_of(reports: Sequence[dict[str, Any]]) -> list[Row]:
     """Each system once. Raises ValueError if two reports disagree on a system."""
     found: dict[str, Row] = {}
-    left_out = LEFT_OUT if any(r["study"] == "diffkv/equal_bytes" for r in reports) else ()
     for report in reports:
         study, first = report["study"].rpartition("/")[2], report["rows"][0]["system"]
         for row in report["rows"]:
             if row["task"] != ALL or row["reference"] != first:
-                continue
-            if (study, row["system"]) in left_out:
                 continue
             # A policy without these numbers has dense 16-bit pages.
             held, read = (

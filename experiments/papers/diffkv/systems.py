@@ -76,16 +76,16 @@ def budgeted(flags: AccuracyFlags, method: str, budget: float) -> EngineConfig:
 
 
 def duo_attention(flags: AccuracyFlags, gates: str, share: float) -> EngineConfig:
-    """DuoAttention, all tokens in 16 bits.
+    """DuoAttention by its flag file, all tokens in 16 bits.
 
     gates: path of the gate file.
     share: share of the KV heads that stream, chosen by the gates.
     """
-    chosen: dict[str, Any] = {
-        "gates": gates_of(flags.model, gates), "streaming_share": share,
-        "budget": flags.longest + PAGE_SIZE,
-    }  # fmt: skip
-    return _config(flags, policy="lserve", policy_options=chosen, kv_dtype="float16")
+    options = json.dumps({"gates": gates_of(flags.model, gates)})
+    return of_flags(flags, (
+        "duo_attention", f"--policy_options={options}", f"--lserve_streaming_share={share}",
+        "--kv_dtype=float16",
+    ))  # fmt: skip
 
 
 def quest(flags: AccuracyFlags, budget: int) -> EngineConfig:

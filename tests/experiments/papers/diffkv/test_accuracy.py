@@ -32,6 +32,7 @@ from experiments.papers.diffkv.comparison import of_alpha
 from experiments.papers.lserve import fig09_needle as needle
 from experiments.papers.lserve import fig13_hierarchical_paging as paging
 from experiments.papers.lserve import table4_long_chains
+from experiments.papers.lserve.gates import BUNDLED_GATES
 from experiments.study import Run
 from models import checkpoint
 from paged.kv_cache.policy import ShardedModel
@@ -72,12 +73,14 @@ def test_systems_differ_in_what_their_names_say():
         "h2o": systems.budgeted(flags, "H2O", 0.5),
         "snapkv": systems.budgeted(flags, "SnapKV", 0.5),
         "quest": systems.quest(flags, 1024),
+        "duo_attention": systems.duo_attention(flags, BUNDLED_GATES, 0.5),
     }.items():
         assert config == equal_bytes.config_of(flags, name), name  # of the flag files
     # Pages of three levels hold 8 tokens, and KIVI's 12, in about the bytes of the others' pages.
-    # All other settings are equal.
+    # DuoAttention has LServe's pages. All other settings are equal.
     page_sizes = {name: c.page_size for name, c in found.items()}
     assert page_sizes.pop("three levels 5/1/0") == page_sizes.pop("QAQ") == 8
+    assert page_sizes.pop("DuoAttention") == 64
     assert page_sizes.pop("KIVI") == 12 and len(set(page_sizes.values())) == 1
     assert len({(c.max_num_seqs, c.max_model_len) for c in found.values()}) == 1
 
