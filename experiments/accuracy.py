@@ -219,12 +219,11 @@ def answered[F: AccuracyFlags](
     early when the run is stopped."""
     systems = make(flags)
     problems, made_by = problems_of(flags, systems), kept_answers.made_by(flags.model)
-    how = flags.dtype, flags.attention_implementation
-    asking = flags.seed, flags.match, flags.pad_steps, flags.keep_prompts
+    how = flags.dtype, flags.seed, flags.attention_implementation, flags.match, flags.pad_steps
     for i, (name, config) in enumerate(systems.items(), start=1):
         made = made_by | kept_answers.outside(config.policy)
         paths = {
-            key: kept_answers.path_of(run.shared, name, [config, how, asking, made, key, asked])
+            key: kept_answers.path_of(run.shared, name, [config, how, made, key, asked])
             for key, asked in problems.items()
         }
         kept = {key: kept_answers.read(path) for key, path in paths.items()}
@@ -235,7 +234,7 @@ def answered[F: AccuracyFlags](
         if engine and flags.pad_steps:
             engine = padded(engine)
         if engine and flags.keep_prompts:
-            engine = keep_prompts(engine, run.shared / "prompts", [how, made])
+            engine = keep_prompts(engine, run.shared / "prompts", made)
         found = Evaluation()
         for key, one in kept.items():
             if run.stopped():

@@ -1,9 +1,12 @@
 """Prompts of DiffKV that several systems share: their keys and values are kept in files.
 
-Attention of a prompt is exact under DiffKV's policy (§4), so the prompt's keys, values and sums of
-probabilities depend on the model and the prompt's scores alone, not on thresholds or formats.
-`keep_prompts` gives an engine an executor that computes them once, keeps them in a folder, and
-compresses them for each system. On a CPU, nearly all of a study's time is spent on prompts.
+Attention of a prompt is exact under DiffKV's policy (§4), so keys and values of a prompt depend on
+the model alone, and its sums of probabilities on the policy's prompt scores, not on thresholds or
+formats. `keep_prompts` gives an engine an executor that computes them once and compresses them for
+each system. On a CPU most of a study's time is spent on prompts.
+
+Two files hold a prompt: FILE.npz its keys and values, FILE_SCORES.npz its sums. Systems with
+other prompt scores share the first, and have a second of their own.
 """
 
 import functools
@@ -32,6 +35,7 @@ from paged.kv_cache.windows import window_of
 from paged.step_inputs import StepInputs, step_layout, unpack
 
 Array = Any
+Paths = tuple[Path, Path]  # of keys and values, and of sums
 
 
 @flax.struct.dataclass
@@ -133,8 +137,9 @@ class KeptPrompts:
         self._executor, self._folder = executor, folder
         policy = executor.program.policy
         assert isinstance(policy, DiffKVDevice)
-        scores = policy.rules.prompt_scores, policy.layout.prompt_tile, policy.implementation
-        self._made_by = json.dumps([executor.dtype, scores, run_record.plain(made_by)])
+        how = executor.dtype, policy.layout.prompt_tile, policy.implementation, made_by
+        self._made_by = json.dumps(run_record.plain(how))
+        self._scores = _digest(json.dumps(policy.rules.prompt_scores))[:8]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -143,17 +148,26 @@ class KeptPrompts:
         T = inputs.num_prefill_tokens
         if not T:
             return self._executor.execute(inputs)
-        shape = T, len(inputs.tokens) - T
-        of_prompt, of_step = programs(self._executor.program, shape)
+        of_prompt, of_step = programs(self._executor.program, (T, len(inputs.tokens) - T))
         start, end = inputs.query_starts[:2]
         assert start == 0 and inputs.num_prefill_rows == 1 and inputs.positions[0] == 0
-        made_by = f"{self._made_by} {T} {inputs.tokens[:end].tolist()}"
-        path = self._folder / f"{hashlib.sha256(made_by.encode()).hexdigest()[:24]}.npz"
-        prompt = read(path, T)
+        name = _digest(f"{self._made_by} {T} {inputs.tokens[:end].tolist()}")
+        paths = self._folder / f"{name}.npz", self._folder / f"{name}_{self._scores}.npz"
+        prompt = read(paths, T)
         if prompt is None:
             prompt = of_prompt(self._executor.params, inputs.packed)
-            write(path, prompt, int(end))
+            self._keep(paths, prompt, int(end))
         return self._executor.run(of_step, inputs, prompt)
+
+    def _keep(self, paths: Paths, prompt: Prompt, length: int) -> None:
+        try:
+            write(paths, prompt, length)
+        except OSError as error:
+            print(f"A prompt is not kept: {error}. Other systems compute it again.", flush=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def can_keep(config: EngineConfig) -> bool:
@@ -174,26 +188,39 @@ def keep_prompts(engine: Engine, folder: Path, made_by: object) -> Engine:
     return engine
 
 
-def write(path: Path, prompt: Prompt, length: int) -> None:
-    """Write the prompt's `length` tokens without padding, as an .npz."""
+def write(paths: Paths, prompt: Prompt, length: int) -> None:
+    """Write the prompt's `length` tokens without padding. An existing file of keys and values
+    stays, if it is whole."""
+    whole, of_scores = paths
+    if not _arrays(whole):
+        keys, values = (np.asarray(x)[:, :length] for x in (prompt.keys, prompt.values))
+        _write(whole, keys=keys, values=values, hidden=np.asarray(prompt.hidden))
+    _write(of_scores, sums=np.asarray(prompt.sums)[:, :length])
+
+
+def _write(path: Path, **arrays: np.ndarray) -> None:
     content = io.BytesIO()
-    keys, values, sums = (
-        np.asarray(x)[:, :length] for x in (prompt.keys, prompt.values, prompt.sums)
-    )
-    np.savez(content, keys=keys, values=values, sums=sums, hidden=np.asarray(prompt.hidden))
+    np.savez(content, **arrays)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True, exist_ok=True)
     run_record.write_whole(path, content.getvalue())
 
 
-def read(path: Path, T: int) -> Prompt | None:
-    """The prompt that `write` wrote, padded to T tokens; None if it is missing or incomplete."""
+def read(paths: Paths, T: int) -> Prompt | None:
+    """The prompt that `write` wrote, padded to T tokens; None if a file is missing or damaged."""
+    found = [_arrays(path) for path in paths]
+    if not all(found):
+        return None
+    arrays = {name: x for each in found for name, x in each.items()}
+    for name in ("keys", "values", "sums"):
+        x = arrays[name]
+        arrays[name] = np.pad(x, [(0, 0), (0, T - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    return Prompt(**arrays)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz; none if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            parts = {name: file[name] for name in file.files}
-        for name in ("keys", "values", "sums"):
-            x = parts[name]
-            padding = [(0, 0), (0, T - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-            parts[name] = np.pad(x, padding)
-        return Prompt(**parts)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        return None
+            return {name: file[name] for name in file.files}
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        return {}

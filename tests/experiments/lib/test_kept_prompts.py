@@ -1,7 +1,6 @@
 """Systems that share kept prompts answer as engines that prefill their own."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,9 +46,9 @@ def prefilled(monkeypatch) -> list[int]:
     lengths: list[int] = []
     whole = kept_prompts.write
 
-    def write(path: Path, prompt: kept_prompts.Prompt, length: int) -> None:
+    def write(paths: kept_prompts.Paths, prompt: kept_prompts.Prompt, length: int) -> None:
         lengths.append(length)
-        whole(path, prompt, length)
+        whole(paths, prompt, length)
 
     monkeypatch.setattr(kept_prompts, "write", write)
     return lengths
@@ -76,20 +75,21 @@ def test_systems_share_prompts_and_answer_as_before(params, tmp_path, prefilled,
         same(engine.generate(PROMPTS, HOW), expected)
         assert sorted(prefilled) == sorted(map(len, PROMPTS)), "only by the first system"
         assert (sum(step.preemptions for step in engine.metrics.steps) > 0) == bool(changes)
-    assert len(list(tmp_path.iterdir())) == len(PROMPTS)
+    assert len(list(tmp_path.iterdir())) == 2 * len(PROMPTS)
 
 
 @pytest.mark.parametrize(
     "name",
     ["snapkv", *(pytest.param(n, marks=pytest.mark.slow) for n in ("h2o", "kivi"))],
 )
-def test_other_scores_have_prompts_of_their_own(params, tmp_path, prefilled, name):
+def test_other_scores_have_sums_of_their_own(params, tmp_path, prefilled, name):
     kept_prompts.keep_prompts(make(params, "diffkv"), tmp_path, "model").generate(PROMPTS, HOW)
     expected = make(params, name).generate(PROMPTS, HOW)
     for _ in range(2):
         engine = kept_prompts.keep_prompts(make(params, name), tmp_path, "model")
         same(engine.generate(PROMPTS, HOW), expected)
     assert len(prefilled) == 2 * len(PROMPTS)
+    assert len(list(tmp_path.iterdir())) == 3 * len(PROMPTS), "keys and values are shared"
 
 
 def test_another_model_and_a_damaged_file_are_prefilled(params, tmp_path, prefilled):
@@ -103,6 +103,14 @@ def test_another_model_and_a_damaged_file_are_prefilled(params, tmp_path, prefil
         path.write_bytes(path.read_bytes()[:-100])
     same(keep("one").generate(PROMPTS, HOW), expected)
     assert len(prefilled) == 3 * len(PROMPTS)
+
+
+def test_without_room_prompts_are_only_computed_again(params, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("a file in place of the folder")
+    expected = make(params, "diffkv").generate(PROMPTS, HOW)
+    engine = kept_prompts.keep_prompts(make(params, "diffkv"), tmp_path / "prompts", "model")
+    same(engine.generate(PROMPTS, HOW), expected)
+    assert capsys.readouterr().out.count("A prompt is not kept: ") == len(PROMPTS)
 
 
 @pytest.mark.parametrize(
