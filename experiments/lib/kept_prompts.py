@@ -1,19 +1,22 @@
 """Prompts of DiffKV that several systems share: their keys and values are kept in files.
 
-Attention of a prompt is exact under DiffKV's policy (§4), so keys and values of a prompt depend on
-the model alone, and its sums of probabilities on the policy's prompt scores, not on thresholds or
-formats. `keep_prompts` gives an engine an executor that computes them once and compresses them for
-each system. On a CPU most of a study's time is spent on prompts.
+Attention of a prompt is exact under DiffKV's policy (§4). So but for rounding a prompt's keys and
+values depend on the model alone, and its sums of probabilities on the policy's prompt scores, not
+on thresholds or formats. `keep_prompts` gives an engine an executor that computes them once for
+each kind of scores, and compresses them for each system. On a CPU most of a study's time is spent
+on prompts.
 
-Two files hold a prompt: FILE.npz its keys and values, FILE_SCORES.npz its sums. Systems with
-other prompt scores share the first, and have a second of their own.
+Two files hold a prompt: FILE.npz its keys, values and last hidden state, FILE_SCORES.npz its sums.
+Systems with other prompt scores share the first file, which saves disk, not time.
 """
 
 import functools
 import hashlib
 import io
 import json
+import shutil
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from paged.kv_cache.windows import window_of
 from paged.step_inputs import StepInputs, step_layout, unpack
 
 Array = Any
+SPARE_BYTES = 2**30
 Paths = tuple[Path, Path]  # of keys and values, and of sums
 
 
@@ -44,7 +48,7 @@ class Prompt:
 
     keys, values: [L, T, K, D] in the model's dtype.
     sums: [L, T, K] float32, sums of probabilities as `Keeper.of_prompts` takes them.
-    hidden: [E] hidden state of the last token.
+    hidden: [W] hidden state of the last token.
     """
 
     keys: Array
@@ -100,8 +104,7 @@ def step(
     of_prompts = jnp.zeros((T, hidden.shape[1]), hidden.dtype)
     hidden = jnp.concatenate([of_prompts.at[inputs.last_tokens[0]].set(prompt.hidden), hidden])
     state, sampled, logprobs = sample_tokens(params, state, inputs, model, hidden)
-    first = jax.tree.map(lambda x: x[None], StepOutputs(sampled, logprobs))
-    return cache, state, first
+    return cache, state, jax.tree.map(lambda x: x[None], StepOutputs(sampled, logprobs))
 
 
 @functools.lru_cache(maxsize=8)
@@ -128,9 +131,9 @@ def programs(program: StepProgram, shape: tuple[int, int]) -> tuple[Any, Any]:
 
 
 class KeptPrompts:
-    """A `DeviceExecutor` whose prompts are kept in a folder.
+    """Wraps a `DeviceExecutor`; its prompts are kept in a folder.
 
-    made_by: all that prompts depend on beside their tokens and the policy's scores.
+    made_by: hashes and versions on which prompts depend.
     """
 
     def __init__(self, executor: DeviceExecutor, folder: Path, made_by: object):
@@ -139,31 +142,38 @@ class KeptPrompts:
         assert isinstance(policy, DiffKVDevice)
         how = executor.dtype, policy.layout.prompt_tile, policy.implementation, made_by
         self._made_by = json.dumps(run_record.plain(how))
-        self._scores = _digest(json.dumps(policy.rules.prompt_scores))[:8]
+        self._scores_digest = _digest(json.dumps(policy.rules.prompt_scores))[:8]
+        self._keeps = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
     def execute(self, inputs: StepInputs) -> PendingOutputs:
         T = inputs.num_prefill_tokens
-        if not T:
+        if not T or np.any(inputs.prompt_targets >= 0):  # log-probabilities need all hidden states
             return self._executor.execute(inputs)
         of_prompt, of_step = programs(self._executor.program, (T, len(inputs.tokens) - T))
         start, end = inputs.query_starts[:2]
         assert start == 0 and inputs.num_prefill_rows == 1 and inputs.positions[0] == 0
         name = _digest(f"{self._made_by} {T} {inputs.tokens[:end].tolist()}")
-        paths = self._folder / f"{name}.npz", self._folder / f"{name}_{self._scores}.npz"
-        prompt = read(paths, T)
+        paths = self._folder / f"{name}.npz", self._folder / f"{name}_{self._scores_digest}.npz"
+        prompt = read(paths, T, self._executor.dtype)
         if prompt is None:
             prompt = of_prompt(self._executor.params, inputs.packed)
             self._keep(paths, prompt, int(end))
         return self._executor.run(of_step, inputs, prompt)
 
     def _keep(self, paths: Paths, prompt: Prompt, length: int) -> None:
+        """Keeps the prompt, and later ones, only if the disk has room for other files too."""
         try:
-            write(paths, prompt, length)
+            if self._keeps:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                if shutil.disk_usage(self._folder).free < SPARE_BYTES:
+                    raise OSError(f"less than {SPARE_BYTES // 2**20} MB are free")
+                write(paths, prompt, length)
         except OSError as error:
-            print(f"A prompt is not kept: {error}. Other systems compute it again.", flush=True)
+            self._keeps = False
+            print(f"Prompts are not kept from here on, but computed again: {error}", flush=True)
 
 
 def _digest(text: str) -> str:
@@ -171,7 +181,8 @@ def _digest(text: str) -> str:
 
 
 def can_keep(config: EngineConfig) -> bool:
-    """Whether an engine's prompts can be kept: each is the one whole prompt of a step."""
+    """Whether an engine's prompts can be kept: each is the one whole prompt of a step, on one
+    device, without adapters and quantised weights."""
     return (
         config.policy == "diffkv" and not config.chunked_prefill
         and config.max_prefills_per_step == config.tensor_parallel == 1
@@ -189,31 +200,33 @@ def keep_prompts(engine: Engine, folder: Path, made_by: object) -> Engine:
 
 
 def write(paths: Paths, prompt: Prompt, length: int) -> None:
-    """Write the prompt's `length` tokens without padding. An existing file of keys and values
-    stays, if it is whole."""
-    whole, of_scores = paths
-    if not _arrays(whole):
+    """Write the prompt's `length` tokens without padding. An undamaged file of keys and values
+    stays."""
+    of_keys, of_sums = paths
+    if not _arrays(of_keys):
         keys, values = (np.asarray(x)[:, :length] for x in (prompt.keys, prompt.values))
-        _write(whole, keys=keys, values=values, hidden=np.asarray(prompt.hidden))
-    _write(of_scores, sums=np.asarray(prompt.sums)[:, :length])
+        _write(of_keys, keys=keys, values=values, hidden=np.asarray(prompt.hidden))
+    _write(of_sums, sums=np.asarray(prompt.sums)[:, :length])
 
 
 def _write(path: Path, **arrays: np.ndarray) -> None:
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
-    path.parent.mkdir(parents=True, exist_ok=True)
     run_record.write_whole(path, content.getvalue())
 
 
-def read(paths: Paths, T: int) -> Prompt | None:
-    """The prompt that `write` wrote, padded to T tokens; None if a file is missing or damaged."""
+def read(paths: Paths, T: int, dtype: str) -> Prompt | None:
+    """The prompt that `write` wrote, padded to T tokens; None if a file is missing or damaged.
+    dtype: the model's; .npz files lose the name of bfloat16."""
     found = [_arrays(path) for path in paths]
     if not all(found):
         return None
     arrays = {name: x for each in found for name, x in each.items()}
-    for name in ("keys", "values", "sums"):
-        x = arrays[name]
-        arrays[name] = np.pad(x, [(0, 0), (0, T - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    for name, x in arrays.items():
+        if x.dtype.kind == "V":
+            arrays[name] = x = x.view(jnp.dtype(dtype))
+        if name != "hidden":
+            arrays[name] = np.pad(x, [(0, 0), (0, T - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
     return Prompt(**arrays)
 
 
@@ -222,5 +235,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+    except (
+        OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error
+    ):  # fmt: skip
         return {}

@@ -202,7 +202,8 @@ class DeviceExecutor:
         return self.run(self._programs[shape], inputs)
 
     def run(self, program: Callable, inputs: StepInputs, *others: Any) -> PendingOutputs:
-        """Execute a program as `StepProgram.compile` returns it, which may have other arguments."""
+        """Run a program with the arguments of `StepProgram.compile`'s, then `others`. The cache and
+        state that it returns replace the executor's."""
         self._cache, self._state, outputs = program(
             self.params, self._lora, self._cache, self._state, inputs.packed, *others
         )

@@ -104,7 +104,7 @@ class DiffKVDevice:
         return cache, Plan(prompts, decodes)
 
     def schedule(self, inputs) -> PromptSchedule | None:
-        """The schedule of a step's prompt attention, without chunks."""
+        """The schedule of a step's prompt attention, if all its prompts are whole."""
         scores = self.rules.prompt_scores
         scored = 1 if scores["by_head"] else self.shared.copies
         return plan_prompt_attention(

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -92,6 +94,19 @@ def test_other_scores_have_sums_of_their_own(params, tmp_path, prefilled, name):
     assert len(list(tmp_path.iterdir())) == 3 * len(PROMPTS), "keys and values are shared"
 
 
+def test_bfloat16_and_log_probabilities_of_prompts(params, tmp_path):
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    how = replace(HOW, prompt_logprobs=2)
+    expected = make(low, "diffkv").generate(PROMPTS, HOW)
+    for _ in range(2):
+        engine = kept_prompts.keep_prompts(make(low, "diffkv"), tmp_path, "model")
+        found = engine.generate(PROMPTS, HOW)
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+    (one,) = engine.generate(PROMPTS[:1], how)
+    (other,) = make(low, "diffkv").generate(PROMPTS[:1], how)
+    assert one.prompt_logprobs == other.prompt_logprobs
+
+
 def test_another_model_and_a_damaged_file_are_prefilled(params, tmp_path, prefilled):
     def keep(made_by: str) -> Engine:
         return kept_prompts.keep_prompts(make(params, "diffkv"), tmp_path, made_by)
@@ -110,7 +125,7 @@ def test_without_room_prompts_are_only_computed_again(params, tmp_path, capsys):
     expected = make(params, "diffkv").generate(PROMPTS, HOW)
     engine = kept_prompts.keep_prompts(make(params, "diffkv"), tmp_path / "prompts", "model")
     same(engine.generate(PROMPTS, HOW), expected)
-    assert capsys.readouterr().out.count("A prompt is not kept: ") == len(PROMPTS)
+    assert capsys.readouterr().out.count("Prompts are not kept from here on") == 1
 
 
 @pytest.mark.parametrize(
@@ -120,4 +135,4 @@ def test_without_room_prompts_are_only_computed_again(params, tmp_path, capsys):
 def test_other_engines_stay_as_they_are(params, tmp_path, name, changes):
     engine = make(params, name, **changes)
     assert isinstance(kept_prompts.keep_prompts(engine, tmp_path, "").executor, DeviceExecutor)
-    assert not kept_prompts.can_keep(replace(engine.config, max_prefills_per_step=2))
+    assert not kept_prompts.can_keep(engine.config)
