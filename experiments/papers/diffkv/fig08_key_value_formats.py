@@ -115,7 +115,7 @@ STUDY = accuracy.study(
         "formats": ("K8V4", "K4V8", "K4V2", "K2V4"),
     },
     full=accuracy.JUDGE,
-    minutes=(2, 130),
+    minutes=(2, 65),
 )
 
 if __name__ == "__main__":

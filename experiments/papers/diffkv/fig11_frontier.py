@@ -151,7 +151,7 @@ STUDY = accuracy.study(
         "alpha_l": (0.02, 0.1), "formats": ("K4V4",), "budgets": (0.5,),
     },
     full=accuracy.JUDGE | {"alpha_l": (0.02, 0.0, 0.04, 0.06, 0.08, 0.1)},
-    minutes=(1.5, 320),
+    minutes=(1.5, 160),
     size=(13, 4.5),
 )  # fmt: skip
 

@@ -113,7 +113,7 @@ STUDY = accuracy.study(
     draw=draw,
     quick=accuracy.QUICK | {"sink": 64, "local": 64, "shares": (0.3,), "control": False},
     full=accuracy.JUDGE | {"gates": JUDGE_GATES},
-    minutes=(1, 80),
+    minutes=(1, 45),
 )
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ STUDY = accuracy.study(
         "quest_budget": 256,
     },
     full=accuracy.JUDGE | {"gates": JUDGE_GATES, "three_levels": (), "budgets": (0.5,)},
-    minutes=(2.5, 240),
+    minutes=(2.5, 130),
 )
 
 if __name__ == "__main__":
