@@ -294,8 +294,10 @@ def test_each_length_has_values_of_its_own():
 def test_a_share_of_streaming_heads_drops_a_fifth_of_the_tokens():
     flags = streaming_shares.ShareFlags(**FLAGS)
     made = streaming_shares.make_systems(flags)
-    assert list(made) == ["16 bits", "30% streaming", "50% streaming", "30% random heads"]
-    by_gates, _, at_random = (one.policy_options for name, one in made.items() if "%" in name)
+    assert list(made) == [
+        "16 bits", "30% streaming", "50% streaming", "30% random heads", "50% random heads"
+    ]  # fmt: skip
+    by_gates, _, at_random, _ = (one.policy_options for name, one in made.items() if "%" in name)
     assert by_gates.streaming_share == at_random.streaming_share == 0.3
     assert by_gates.gates != at_random.gates and by_gates.alpha_l == 0
     # Made-up sequences have a half of their tokens in high and a quarter in low precision.
@@ -309,11 +311,13 @@ def test_a_share_of_streaming_heads_drops_a_fifth_of_the_tokens():
 
     numbers = numbers_of(report())
     assert numbers["dropped_30_streaming"] == 25 and "dropped_16_bits" not in numbers
-    assert numbers["lost_30_streaming"] == 0 and report()["holds"] is True
+    assert (numbers["share"], numbers["lost"]) == (0.3, 0) and report()["holds"] is True
     found["30% streaming"] = found_with(right, 0.31)
-    assert report()["holds"] is False
-    found["30% streaming"] = found_with([False] * 2 + [True] * 98, 0.3)
-    assert numbers_of(report())["lost_most_30_streaming"] >= 2 and report()["holds"] is False
+    assert numbers_of(report())["share"] == 0.5 and report()["holds"] is True
+    found["50% streaming"] = found_with([False] * 2 + [True] * 98, 0.3)
+    assert numbers_of(report())["lost_most"] >= 2 and report()["holds"] is False
+    found["50% streaming"] = found_with(right, 0.31)
+    assert numbers_of(report())["share"] is None and report()["holds"] is False
 
 
 def test_a_policy_from_outside_stands_beside_the_baselines(tmp_path, monkeypatch):
