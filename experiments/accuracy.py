@@ -27,10 +27,10 @@ from experiments.lib import kept_answers, kv_held
 from experiments.lib.answers import ALL, Accuracy, Evaluation, accuracies
 from experiments.lib.engines import check_implementation, engine_config, load_engine
 from experiments.lib.flags import loading
-from experiments.lib.kept_prompts import keep_prompts
 from experiments.lib.presets import padded
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import ModelFlags, flag
+from experiments.papers.diffkv.kept_prompts import keep_prompts
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import MATCHES, Problems, read_problems
 from models import checkpoint, load_tokenizer
@@ -76,7 +76,8 @@ class AccuracyFlags(ModelFlags):
     )
     keep_prompts: bool = flag(
         False,
-        "whether keys and values of prompts are kept on disk, so that DiffKV's systems share them: "
+        "whether keys and values of prompts are kept on disk, so that systems that compress them "
+        "share them: "
         "of the judge 34 MB a prompt of 2,048 tokens",
     )
     problems: tuple[str, ...] = flag(

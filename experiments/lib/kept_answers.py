@@ -30,14 +30,16 @@ from paged.kv_cache import POLICIES
 # The sources that make prompts, generate answers and score them.
 SOURCES = (
     "pallas_kernels", "models", "paged", "experiments/tasks", "experiments/evaluate.py",
-    "experiments/lib/engines.py", "experiments/lib/kept_prompts.py", "experiments/lib/kv_held.py",
+    "experiments/lib/engines.py", "experiments/lib/kv_held.py",
     "experiments/lib/presets.py", "experiments/lib/reference.py", "experiments/lib/report.py",
+    "experiments/papers/*/kept_prompts.py",
 )  # fmt: skip
 
 
 def sources_hash(root: Path = shipped.ROOT, names: Sequence[str] = SOURCES) -> str:
-    """SHA-256, in hex, of the code in these files and folders of a checkout or installation."""
-    chosen = [root / name for name in names]
+    """SHA-256, in hex, of the code in these files and folders (patterns) of a checkout or
+    installation."""
+    chosen = [path for name in names for path in root.glob(name)]
     found = {path for each in chosen for path in (each, *each.rglob("*.py")) if path.is_file()}
     return code_hash(found)
 

@@ -71,7 +71,7 @@ def test_kept_answers_are_whole_or_none(tmp_path):
 
 def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
     """A change of any of these sources changes the hash, and no other change does."""
-    names = ("a", "b/c.py")
+    names = ("a", "*/c.py")
     for file in ("a/one.py", "a/deep/two.py", "a/notes.md", "b/c.py", "b/other.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(file)
@@ -83,7 +83,7 @@ def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
         (tmp_path / file).write_text("changed")
         assert kept_answers.sources_hash(tmp_path, names) != before
         (tmp_path / file).write_text(file)
-    assert all((kept_answers.shipped.ROOT / name).exists() for name in kept_answers.SOURCES)
+    assert all(any(kept_answers.shipped.ROOT.glob(name)) for name in kept_answers.SOURCES)
 
 
 @pytest.mark.slow  # each run makes an engine

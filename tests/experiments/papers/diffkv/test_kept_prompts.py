@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.lib import kept_prompts
 from experiments.lib.presets import PRESETS, WHOLE
+from experiments.papers.diffkv import kept_prompts
 from paged.device.executor import DeviceExecutor
 from paged.engine import Engine
 from paged.requests.sampling_params import SamplingParams
