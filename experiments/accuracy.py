@@ -77,8 +77,7 @@ class AccuracyFlags(ModelFlags):
     keep_prompts: bool = flag(
         False,
         "whether keys and values of prompts are kept on disk, so that systems that compress them "
-        "share them: "
-        "of the judge 34 MB a prompt of 2,048 tokens",
+        "share them; 34 MB for a prompt of 2,048 tokens to the judge",
     )
     problems: tuple[str, ...] = flag(
         (), "files of problems, up to the longest of --contexts, in place of --tasks"

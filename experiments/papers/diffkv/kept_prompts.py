@@ -28,6 +28,7 @@ import numpy as np
 from experiments.lib import run_record
 from models.config import ModelConfig
 from models.families import family
+from models.sampling import Array
 from paged.config import EngineConfig
 from paged.device.executor import DeviceExecutor, PendingOutputs
 from paged.device.step import GPU_OPTIONS, StepOutputs, StepProgram, sample_tokens, tokens_of
@@ -37,7 +38,6 @@ from paged.kv_cache.diffkv.stage import Places
 from paged.kv_cache.windows import window_of
 from paged.step_inputs import StepInputs, step_layout, unpack
 
-Array = Any
 SPARE_BYTES = 2**30
 Paths = tuple[Path, Path]  # of keys and values, and of sums
 
@@ -164,7 +164,7 @@ class KeptPrompts:
         return self._executor.run(of_step, inputs, prompt)
 
     def _keep(self, paths: Paths, prompt: Prompt, length: int) -> None:
-        """Keeps the prompt, and later ones, only if the disk has room for other files too."""
+        """Write the prompt if the disk has room for other files, too; else write no more prompts."""
         try:
             if self._keeps:
                 self._folder.mkdir(parents=True, exist_ok=True)

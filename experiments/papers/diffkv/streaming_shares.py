@@ -71,7 +71,8 @@ def values(flags: ShareFlags, rows: Sequence[Row]) -> Values:
     dropped_SYSTEM: percent of the tokens.
     lost_most_SYSTEM: upper bound of the 95 % interval of lost_SYSTEM.
     share: the least share of heads that drops enough tokens and holds little enough; None if no
-        share does. lost, lost_most: points lost at this share, and the upper bound.
+        share does.
+    lost, lost_most: points lost at this share, and the upper bound.
     """
     whole = accuracy.pooled(rows)
     numbers = dict(by_system(whole))
