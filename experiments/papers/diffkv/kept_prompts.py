@@ -164,7 +164,7 @@ class KeptPrompts:
         return self._executor.run(of_step, inputs, prompt)
 
     def _keep(self, paths: Paths, prompt: Prompt, length: int) -> None:
-        """Write the prompt if the disk has room for other files, too; else write no more prompts."""
+        """Write the prompt if the disk has room for other files, too; else write no more."""
         try:
             if self._keeps:
                 self._folder.mkdir(parents=True, exist_ok=True)
