@@ -209,8 +209,8 @@ STUDY = Study(
     __file__,
     title="Page formats and large channels (DiffKV Fig. 8)",
     kind="analogue",
-    claim="four bits are enough for keys, and for values, unless they have large channels; then "
-    "eight bits can still be",
+    claim="without large channels four bits are enough for keys and values; with them keys, or "
+    "values, can need eight",
     rule=f"at factor 1 K4V4 loses at most {NEAR} points. At some factor of keys K4V8 loses {LOSS} "
     f"or more, and K8V4 at most {NEAR}; at some factor of values K8V4 loses {LOSS} or more, and "
     f"K4V8 at most {NEAR}",

@@ -292,7 +292,7 @@ STUDY = Study(
     f"at most {NEAR} fewer than all",
     holds=holds,
     setting=Setting(
-        "the judge model, three tasks at 2,048 tokens; a forward pass",
+        "the judge model at 2,048 tokens; a forward pass",
         "the paper has no such figure",
         "reduced",
     ),

@@ -184,7 +184,7 @@ STUDY = Study(
     f"at most {NEAR}",
     holds=holds,
     setting=Setting(
-        "the judge model, multikey at 4,096 tokens, 128 to 2,048 of them read; a forward pass",
+        "the judge model, up to half of the tokens read; a forward pass",
         "the paper asks a needle of Llama-3-8B at up to 256k tokens",
         "reduced",
     ),
