@@ -84,7 +84,9 @@ class HeadFlags(Flags):
     )
     context: int = flag(2048, "tokens of prompt and answer", least=256)
     num_prompts: int = flag(40, "prompts of each task", least=1)
-    shares: tuple[float, ...] = flag((0.1, 0.2, 0.5), "of the tokens, pruned", above=0, most=0.9)
+    shares: tuple[float, ...] = flag(
+        (0.01, 0.05, 0.2, 0.5), "of the tokens, pruned", above=0, most=0.9
+    )
     gates: str = flag(JUDGE_GATES, "as --lserve_gates", path=True)
     seed: int = flag(7, "of the prompts", least=0)
 
