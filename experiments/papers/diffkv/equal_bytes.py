@@ -168,7 +168,7 @@ STUDY = accuracy.study(
         "systems": ("lserve", "diffkv", "diffkv_selected", "kv_int4", "h2o", "snapkv"),
     },
     full=accuracy.JUDGE,
-    minutes=(2, 290),
+    minutes=(2, 130),
     size=(11, 4.5),
 )
 

@@ -29,6 +29,7 @@ from experiments.papers.diffkv.systems import key_of
 from experiments.study import Setting, Study, Values
 
 REPORTS = (
+    "experiments/results/diffkv/equal_bytes/report.json",
     "experiments/results/diffkv/table1_accuracy_memory/report.json",
     "experiments/results/diffkv/fig11_frontier/report.json",
     "experiments/results/diffkv/fig08_key_value_formats/report.json",

@@ -443,12 +443,13 @@ def test_the_joint_frontier_has_each_system_of_the_committed_reports_once():
     families = {row.system: joint_frontier.family(row.system) for row in rows}
     assert len(families) == len(rows)
     assert {"INT4", "KIVI", "QAQ", "Quest", "DuoAttention", "SnapKV 0.5"} <= families.keys()
+    assert {"LServe", "TOVA"} <= families.keys()
     for system, family in families.items():
         if "streaming" in system or "selection" in system:
             assert family == "combined", system
         assert (family == "DiffKV") == system.startswith("DiffKV"), system
     assert joint_frontier.family("three levels 5/1/0.02") == "DiffKV"
-    only = joint_frontier.FrontierFlags((joint_frontier.REPORTS[2],))  # formats alone
+    only = joint_frontier.FrontierFlags((joint_frontier.REPORTS[3],))  # formats alone
     numbers = joint_frontier.values(only, list(joint_frontier.measure(only, None)))
     assert not joint_frontier.holds({n: x for n, x in numbers.items() if x is not None})
 
