@@ -15,9 +15,9 @@ A study with a complete result runs again only if the result is stale. A study w
 is resumed, so repeat the same command to go on. --stale runs only the studies with a stale result.
 Each study writes to --output_dir/SCALE/NAME. Answers of systems are kept in
 --output_dir/SCALE/answered and shared between studies; so are prompts of DiffKV, in
---output_dir/SCALE/prompts: 17 GB for 500 questions of 2,048 tokens (--keep_prompts). --jobs studies
-run at once, one for each core by default, each in its own process. Studies that depend on measured
-times run alone, after the others.
+--output_dir/SCALE/prompts: 17 GB for 500 questions of 2,048 tokens, 55 GB for all rows
+(--keep_prompts). --jobs studies run at once, one for each core by default, each in its own process.
+Studies that depend on measured times run alone, after the others.
 
 summary.json in --output_dir holds numbers of studies: rows, with_result, at_setting, claims_held,
 not_run, wrong_setting, failed, committed, stale. A result that is missing or not at the paper's

@@ -1,13 +1,14 @@
 """Answers of the systems of studies, kept in a folder for later runs and other studies.
 
 The answers of a setting (a task at a context) depend on the system, the prompts, the model's files,
-the sources, the package versions and JAX's backend. Two files in `answered/` hold a setting: the
+the sources, the package versions and the device. Two files in `answered/` hold a setting: the
 answers as JSON, the distributions as .npz. File names end in a hash of all that the answers depend
 on. So several studies may run in one folder at the same time, and share the answers of equal
 systems to equal prompts.
 """
 
 import ast
+import functools
 import hashlib
 import importlib
 import inspect
@@ -44,14 +45,21 @@ def sources_hash(root: Path = shipped.ROOT, names: Sequence[str] = SOURCES) -> s
     return code_hash(found)
 
 
+@functools.cache
+def loaded_sources(names: Sequence[str] = SOURCES) -> str:
+    """`sources_hash` once a process, because a process runs the sources that it has loaded, even if
+    they change."""
+    return sources_hash(names=names)
+
+
 def made_by(model: str) -> dict[str, Any]:
-    """Hashes, versions and JAX's backend, on which answers depend beside flags and prompts."""
+    """Hashes, versions and the device, on which answers depend beside flags and prompts."""
     names = (
         "config.json", "generation_config.json", "tokenizer_config.json", *TOKENIZER_FILES
     )  # fmt: skip
     files = [path for name in names if (path := find(model) / name).is_file()]
     return {
-        "sources": sources_hash(), "backend": jax.default_backend(),
+        "sources": loaded_sources(), "device": jax.devices()[0].device_kind,
         "versions": run_record.describe_environment()["versions"],
         "weights": checkpoint.weights_hash(model), "files": checkpoint.files_hash(files),
     }  # fmt: skip
@@ -107,7 +115,8 @@ def read(path: Path) -> Evaluation | None:
     """The answers that `keep` wrote; None if they are missing or incomplete."""
     try:
         content = json.loads(path.with_suffix(".json").read_bytes())
-        answers = [Answer(**each) for each in content["answers"]]
+        # JSON holds nan and inf as text.
+        answers = [Answer(**e | {"logprob": float(e["logprob"])}) for e in content["answers"]]
         distributions = reference.read(path.with_suffix(".npz"))
         held = [Held(**each) for each in content["held"]]
         [setting] = {(each.task, each.context) for each in answers}

@@ -7,7 +7,8 @@ each kind of scores, and compresses them for each system. On a CPU most of a stu
 on prompts.
 
 Two files hold a prompt: FILE.npz its keys, values and last hidden state, FILE_SCORES.npz its sums.
-Systems with other prompt scores share the first file, which saves disk, not time.
+Systems with other prompt scores share the first file, which saves disk, not time. File names depend
+on the model, its code (SOURCES) and the device; files of other code stay until they are deleted.
 """
 
 import functools
@@ -17,6 +18,7 @@ import json
 import shutil
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import run_record
+from experiments.lib import kept_answers, run_record
 from models.config import ModelConfig
 from models.families import family
 from models.sampling import Array
@@ -38,8 +40,10 @@ from paged.kv_cache.diffkv.stage import Places
 from paged.kv_cache.windows import window_of
 from paged.step_inputs import StepInputs, step_layout, unpack
 
-SPARE_BYTES = 2**30
+SPARE_BYTES = 8 * 10**9
 Paths = tuple[Path, Path]  # of keys and values, and of sums
+NAMES = {"keys", "values", "hidden"}, {"sums"}  # of the arrays of each
+SOURCES = "pallas_kernels", "models", "paged", "experiments/papers/diffkv/kept_prompts.py"
 
 
 @flax.struct.dataclass
@@ -133,13 +137,14 @@ def programs(program: StepProgram, shape: tuple[int, int]) -> tuple[Any, Any]:
 class KeptPrompts:
     """Wraps a `DeviceExecutor`; its prompts are kept in a folder.
 
-    made_by: hashes and versions on which prompts depend.
+    made_by: `kept_answers.made_by`.
     """
 
-    def __init__(self, executor: DeviceExecutor, folder: Path, made_by: object):
+    def __init__(self, executor: DeviceExecutor, folder: Path, made_by: Mapping[str, Any]):
         self._executor, self._folder = executor, folder
         policy = executor.program.policy
         assert isinstance(policy, DiffKVDevice)
+        made_by = {**made_by, "sources": kept_answers.loaded_sources(SOURCES)}
         how = executor.dtype, policy.layout.prompt_tile, policy.implementation, made_by
         self._made_by = json.dumps(run_record.plain(how))
         self._scores_digest = _digest(json.dumps(policy.rules.prompt_scores))[:8]
@@ -169,7 +174,7 @@ class KeptPrompts:
             if self._keeps:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 if shutil.disk_usage(self._folder).free < SPARE_BYTES:
-                    raise OSError(f"less than {SPARE_BYTES // 2**20} MB are free")
+                    raise OSError(f"less than {SPARE_BYTES // 10**9} GB are free")
                 write(paths, prompt, length)
         except OSError as error:
             self._keeps = False
@@ -190,7 +195,7 @@ def can_keep(config: EngineConfig) -> bool:
     )  # fmt: skip
 
 
-def keep_prompts(engine: Engine, folder: Path, made_by: object) -> Engine:
+def keep_prompts(engine: Engine, folder: Path, made_by: Mapping[str, Any]) -> Engine:
     """`engine`, with its prompts kept in a folder if `can_keep`."""
     if can_keep(engine.config):
         assert isinstance(engine.executor, DeviceExecutor)
@@ -203,7 +208,7 @@ def write(paths: Paths, prompt: Prompt, length: int) -> None:
     """Write the prompt's `length` tokens without padding. An undamaged file of keys and values
     stays."""
     of_keys, of_sums = paths
-    if not _arrays(of_keys):
+    if not _arrays(of_keys, NAMES[0]):
         keys, values = (np.asarray(x)[:, :length] for x in (prompt.keys, prompt.values))
         _write(of_keys, keys=keys, values=values, hidden=np.asarray(prompt.hidden))
     _write(of_sums, sums=np.asarray(prompt.sums)[:, :length])
@@ -218,7 +223,7 @@ def _write(path: Path, **arrays: np.ndarray) -> None:
 def read(paths: Paths, T: int, dtype: str) -> Prompt | None:
     """The prompt that `write` wrote, padded to T tokens; None if a file is missing or damaged.
     dtype: the model's; .npz files lose the name of bfloat16."""
-    found = [_arrays(path) for path in paths]
+    found = [_arrays(path, names) for path, names in zip(paths, NAMES)]
     if not all(found):
         return None
     arrays = {name: x for each in found for name, x in each.items()}
@@ -230,12 +235,14 @@ def read(paths: Paths, T: int, dtype: str) -> Prompt | None:
     return Prompt(**arrays)
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz; none if it is missing or damaged."""
+def _arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
+    """The arrays of an .npz; none if it is missing or damaged, or has arrays of other names."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            found = {name: file[name] for name in file.files}
     except (
-        OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error
+        OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile,
+        zlib.error,
     ):  # fmt: skip
         return {}
+    return found if found.keys() == names else {}

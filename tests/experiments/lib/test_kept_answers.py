@@ -137,6 +137,6 @@ def test_a_cut_study_has_what_it_had(tiny_folder, tmp_path, monkeypatch, capfd):
     assert (status, systems) == (0, list(sizes)) and said.count("answered before") == 2
 
     # Kept answers of other sources do not count.
-    monkeypatch.setattr(kept_answers, "sources_hash", lambda: "other")
+    monkeypatch.setattr(kept_answers, "loaded_sources", lambda: "other")
     status, said, systems = run(interrupt=True)
     assert (status, systems) == (130, [])
