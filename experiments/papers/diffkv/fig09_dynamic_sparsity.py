@@ -132,8 +132,8 @@ STUDY = accuracy.study(
         "budgets": (0.5, 0.81),
     },
     # Each budget keeps a little more than one of the alphas.
-    full=accuracy.JUDGE | {"alphas": (0.1, 0.3, 0.9), "budgets": (0.5, 0.84, 0.96)},
-    minutes=(1.5, 200),
+    full=accuracy.JUDGE | {"alphas": (0.1, 0.3, 0.9), "budgets": (0.55, 0.84, 0.96)},
+    minutes=(1.5, 85),
 )
 
 if __name__ == "__main__":
