@@ -17,8 +17,8 @@ from typing import Any
 WHITESPACE = re.compile(r"[ \t\r\n]*")  # JSON's whitespace
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark."""
+def read_text(path: str | Path, nul: bool = False) -> str:
+    """The text of a UTF-8 file, without a byte order mark. nul: whether it may hold NUL."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -29,7 +29,7 @@ def read_text(path: str | Path) -> str:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}:{line}: not UTF-8 text ({error.reason})") from None
     # UTF-16 without a byte order mark decodes as UTF-8, with a NUL at every other place.
-    if "\0" in text:
+    if not nul and "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise ValueError(f"{path}:{line}: not UTF-8 text (it holds a NUL)")
     return text
@@ -85,7 +85,7 @@ def read_csv(
     allowed: alternative sets of columns. The file must have all columns of one set, and may have
         more columns. `columns` is the first set in `allowed` that the file has.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path), newline="\n"), strict=True)
+    reader = csv.DictReader(io.StringIO(read_text(path, nul=True), newline="\n"), strict=True)
     line = 1  # where the next row begins
     try:
         header = list(reader.fieldnames or [])

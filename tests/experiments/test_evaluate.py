@@ -58,7 +58,7 @@ def _evaluation(rng, exact, shift=0.0):
     given, along = [], {}
     for i, logp in enumerate(logps):
         answer = answers.Answer(
-            "needle", 256, i, float(exact(i)), "1;", "1", float(logp[:, 5].mean())
+            "needle", 256, i, float(exact(i)), "1;", "1,\0\n", float(logp[:, 5].mean())
         )
         given.append(answer)
         order = np.argsort(-logp, -1)[:, :20].astype(np.int32)
@@ -72,6 +72,7 @@ def test_accuracies_against_another_run_are_paired_by_prompt(tmp_path):
     better, _ = _evaluation(np.random.default_rng(0), lambda i: True)
     evaluate.write(tmp_path, answers.accuracies(better), better, {})
     others = answers.read(str(tmp_path / "prompts.csv"))
+    assert others.answers == better.answers
     (row,) = answers.accuracies(ours, others)
     assert row.score == 0.5
     assert row.difference and row.logprob_difference and row.divergence
