@@ -169,7 +169,7 @@ STUDY = accuracy.study(
     draw=draw,
     quick=accuracy.QUICK | {"alphas_h": (1.0, 3.0), "alphas_l": (0.0, 0.04)},
     full=accuracy.JUDGE | {"contexts": (1024,)},
-    minutes=(1, 90),
+    minutes=(1, 45),
 )
 
 if __name__ == "__main__":
