@@ -244,7 +244,7 @@ STUDY = Study(
     draw=draw,
     table=table,
     quick={"num_prompts": 1, "contexts": (512,), "spread_context": 512, "spread_prompts": 1},
-    minutes=(2, 80),
+    minutes=(2, 30),
     size=(13, 9),
 )
 
