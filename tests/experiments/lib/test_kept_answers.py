@@ -1,6 +1,8 @@
 """Kept answers of a study count for equal questions, inputs and sources; a cut study resumes."""
 
 import csv
+import dataclasses
+import math
 import os
 import shutil
 import signal
@@ -67,6 +69,14 @@ def test_kept_answers_are_whole_or_none(tmp_path):
         path.write_bytes(whole)
     ours.with_suffix(".json").unlink()
     assert kept_answers.read(ours) is None
+
+
+def test_a_log_probability_that_is_no_number_stays_one(tmp_path):
+    found = _found()
+    found.answers[0] = dataclasses.replace(found.answers[0], logprob=math.nan)
+    kept_answers.keep(tmp_path / "dense", found)
+    again = kept_answers.read(tmp_path / "dense")
+    assert again and math.isnan(again.answers[0].logprob)
 
 
 def test_sources_are_all_that_asks_answers_and_grades(tmp_path):
