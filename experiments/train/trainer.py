@@ -23,10 +23,10 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tqdm import tqdm
 
 from experiments.tasks import tasks
-from experiments.train import build_tokenizer, grow, training_state
+from experiments.train import build_tokenizer, training_state
 from experiments.train.attention import batched_attend
 from experiments.train.data import SHORTEST, TASKS, Batch, TrainingData, check_corpus
-from models import checkpoint, llama, params
+from models import llama, params
 from models.common import Adapters
 from models.config import ModelConfig
 from paged import checks
@@ -34,7 +34,7 @@ from paged.checks import described
 
 CHECKPOINT = "checkpoint.npz"
 # Options of the first weights and the data. A resumed run may change only other options.
-FIXED = "seed", "grow_from", "qk_gain", "corpus_characters"
+FIXED = "seed", "qk_gain", "corpus_characters"
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,6 @@ class Options:
         "weight of a filler token in the loss, four times that in stories; answers have 1",
         least=0,
         below=0.25,
-    )
-    grow_from: str = described(
-        "", "a smaller model: first weights are grown from it (experiments/train/grow.py)"
     )
     seed: int = described(1, "of weights and data", least=0)
     corpus_characters: int = described(6_000_000, "of filler text", least=10_000)
@@ -133,16 +130,6 @@ def initialise(config: ModelConfig, key, qk_gain: float):
     factors = {"q_norm": qk_gain, "k_norm": qk_gain, "wo": residual, "w_down": residual}
     layers = [{name: factors.get(name, 1) * x for name, x in each.items()} for each in p["layers"]]
     return p | {"embed": 5 * p["embed"], "lm_head": 0.5 * p["lm_head"], "layers": layers}
-
-
-def first_weights(config: ModelConfig, options: Options):
-    """Random weights, or weights grown from `options.grow_from`. Raises ValueError if `config`
-    cannot be grown from that model."""
-    random = initialise(config, jax.random.key(options.seed), options.qk_gain)
-    if not options.grow_from:
-        return random
-    smaller, p = checkpoint.load(options.grow_from, "float32")
-    return grow.grow(p, smaller, config, random, jax.random.key(options.seed + 1))
 
 
 @cache
@@ -245,7 +232,7 @@ class Trainer:
             )
         self.config, self.options, self.folder = config, options, folder
         self.optimizer = make_optimizer(config, options.muon_lr, options.adam_lr)
-        self.params = first_weights(config, options)
+        self.params = initialise(config, jax.random.key(options.seed), options.qk_gain)
         self.state = self.optimizer.init(self.params)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.log: list[dict] = []

@@ -12,8 +12,7 @@ import pytest
 
 from experiments.train import bundled, trainer
 from experiments.train.trainer import Options, Trainer
-from models import checkpoint, llama, load_tokenizer
-from models import params as parameters
+from models import checkpoint, load_tokenizer
 from models.config import ModelConfig
 
 ROOT = Path(__file__).parents[3]
@@ -59,23 +58,18 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def grown(folder: Path) -> Trainer:
-    """A run that grows the model in folder.parent / "small"."""
-    config = CONFIG.replace(num_layers=4, num_kv_heads=2, num_heads=4)
-    how = replace(OPTIONS, tokens=2048 * 12, grow_from=str(folder.parent / "small"))
-    return Trainer(config, how, folder)
+def short_run(folder: Path) -> Trainer:
+    return Trainer(CONFIG, replace(OPTIONS, tokens=2048 * 12), folder)
 
 
 @pytest.mark.slow  # starts a process
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
-    small = parameters.init(llama.declare(CONFIG), jax.random.key(0))
-    bundled.export(tmp_path / "small", CONFIG, small)
-    whole = grown(tmp_path / "whole")
+    whole = short_run(tmp_path / "whole")
     whole.run()
     folder = tmp_path / "killed"
     code = (
-        "import sys, pathlib; from tests.experiments.train.test_trainer import grown;"
-        "grown(pathlib.Path(sys.argv[1])).run(checkpoint_seconds=0)"
+        "import sys, pathlib; from tests.experiments.train.test_trainer import short_run;"
+        "short_run(pathlib.Path(sys.argv[1])).run(checkpoint_seconds=0)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=ROOT) as child:
         seen = set[int]()
@@ -85,7 +79,7 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
             assert child.poll() is None, "the run ended before it was killed"
             time.sleep(0.001)
         child.kill()
-    resumed = grown(folder)
+    resumed = short_run(folder)
     assert 0 < resumed.step < whole.step
     resumed.run()
     assert (resumed.step, resumed.tokens) == (whole.step, whole.tokens)

@@ -120,9 +120,8 @@ def test_the_study_writes_the_gates_of_any_model(params, tmp_path):
     assert (tmp_path / "gates.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("model", ["judge", "judge_grown"])
-def test_gates_beside_a_judge_are_of_its_weights_and_let_half_of_its_heads_stream(model):
+def test_gates_beside_the_judge_are_of_its_weights_and_let_half_of_its_heads_stream():
     """`gates_of` refuses gates of other weights, or of another shape."""
-    folder = hub.BUNDLED.with_name(model)
+    folder = hub.BUNDLED.with_name("judge")
     gates = np.array(gates_of(str(folder), str(folder / "duo_gates.json")))
     assert gates.size == 64 and (gates < RETRIEVAL_GATE).mean() >= 0.5
