@@ -9,6 +9,9 @@ python -m experiments.soak --policy=diffkv --noprefix_caching --nochunked_prefil
     --diffkv_window=16 --diffkv_gates=models/bundled/duo_gates.json --diffkv_streaming_share=0.5 \\
     --diffkv_sink=8 --diffkv_local=16 --diffkv_read_pages=4 --logprob_tolerance=0.1
 
+With --chunked_prefill --kv_cache_tokens=320 --diffkv_pins=2 --diffkv_prompt_tile=8 as further flags
+the last command also pins prefixes.
+
 Random requests arrive: single sequences, parallel samples and beam searches. Requests stream, stop
 at strings, share prefixes, some of them pinned, and are aborted in any state. The KV cache is so
 small that requests preempt each other (--preemption_mode: by recompute or swap). Invalid requests
@@ -25,8 +28,9 @@ Checks:
   and swapped sequence groups; every slot has its sequence;
 - refused requests leave no trace;
 - memory does not grow;
-- every mechanism that the flags enable has occurred: preemption, parallel samples, beam search,
-  prefix cache hit, pin, adapter eviction, page selection, move of a streaming window, sparse
+- every mechanism that the flags enable has occurred: stop at a string or token, abort, close of a
+  stream, refusal, preemption, swaps in both directions, parallel samples, beam search, prefix cache
+  hit, pin, adapter eviction, page selection and its reuse, move of a streaming window, sparse
   prefill, demotion and dropping of tokens, comparison with a request alone, interrupt.
 
 All decisions depend on --seed, the number of the step and the engine's state alone: --steps repeats

@@ -6,13 +6,21 @@ from experiments.policies import SOAKED
 from experiments.soak.checks import Mechanism, Violation
 from experiments.soak.users import Users
 
+# Counts of what users do whatever the flags are.
+OF_USERS = {
+    "ended_stop": "no stop at a string or a token",
+    "ended_abort": "no abort",
+    "closed": "no close of a stream",
+    "refused": "no refusal of an invalid request",
+}
+
 
 def named_mechanisms(users: Users) -> list[Mechanism]:
     """The mechanisms that the flags of the engine and of its users enable.
 
     Raises ValueError for a mechanism that cannot occur.
     """
-    found = []
+    found = [Mechanism(count, never, "more time") for count, never in OF_USERS.items()]
     if users.check_share:
         found.append(Mechanism("compared", "no comparison", "a larger --check_share, or more time"))
     if users.interrupts.share:
@@ -42,8 +50,11 @@ def observe(users: Users) -> None:
 
 def _of_engine(users: Users) -> list[Mechanism]:
     config, known, found = users.engine.config, users.engine.adapters.by_content.values(), []
-    count = "swapped_out" if config.preemption_mode == "swap" else "preemptions"
-    found.append(Mechanism(count, "no preemption", "a smaller --kv_cache_tokens, or more time"))
+    flags = "a smaller --kv_cache_tokens, or more time"
+    found.append(Mechanism("preemptions", "no preemption", flags))
+    if config.preemption_mode == "swap":
+        found.append(Mechanism("swapped_out", "no swap to host memory", flags))
+        found.append(Mechanism("swapped_in", "no swap back from host memory", flags))
     if config.max_num_seqs > 1:
         flags = "a larger --kv_cache_tokens, or more time"
         found += [
@@ -53,7 +64,9 @@ def _of_engine(users: Users) -> list[Mechanism]:
     if config.prefix_caching:
         flags = "a smaller --page_size, or more time"
         found.append(Mechanism("cached_tokens", "no hit in the prefix cache", flags))
-        found.append(Mechanism("pinned_prefixes", "no pin of a prefix", "fewer --interrupts"))
+    if users.most_pins:
+        flags = "a longer --max_model_len, or fewer --interrupts"
+        found.append(Mechanism("pinned_prefixes", "no pin of a prefix", flags, users.can_pin))
     if config.adapter_slots:
         pages = sum(adapter.num_pages for adapter in known)
         more = len(known) > config.adapter_slots or pages > config.num_adapter_pages

@@ -153,7 +153,7 @@ OPERATIONS: dict[str, tuple[float, Operation]] = {
     "abort": (0.04, abort),
     "open_stream": (0.02, open_stream),
     "pull_stream": (0.3, pull_stream),
-    "close_stream": (0.01, close_stream),
+    "close_stream": (0.05, close_stream),
     "generate": (0.002, generate),
     "refuse": (0.05, refuse),
 }

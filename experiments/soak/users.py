@@ -130,6 +130,8 @@ class Users:
         self.digest = 0  # CRC-32 of all operations and outputs
         config = engine.config
         self._third = config.max_model_len // 3
+        # Without a prefix cache (DiffKV), the policy limits the number of pins.
+        self.most_pins = NUM_PINNED if config.prefix_caching else min(NUM_PINNED, config.parts.pins)
         if self._third < 16:
             raise ValueError(f"max_model_len must be at least 48, not {config.max_model_len}")
         pinned = NUM_PINNED * self._third if config.prefix_caching else 0
@@ -213,6 +215,11 @@ class Users:
             return SamplingParams(**taken, **drawn, n=n, beam_width=count)
         return replace(how, n=n, best_of=count, temperature=how.temperature or 1.0)
 
+    @property
+    def can_pin(self) -> bool:
+        """Whether prefixes are long enough to be pinned."""
+        return self.engine.config.parts.pinned_tokens(self._third) > 0
+
     def _tokens(self, rng: random.Random, n: int) -> list[int]:
         return rng.choices(self._ordinary, k=n)
 
@@ -286,7 +293,7 @@ class Users:
 
     def pin(self) -> None:
         """Pin the next prefix, if any is left. Requires that no request is unfinished."""
-        if self.engine.config.prefix_caching and self._pinned < NUM_PINNED:
+        if self._pinned < self.most_pins:
             self._do(self._pin, random.Random(f"{self.seed} pin {self.counts['interrupted']}"))
             self.check_at_rest()
 

@@ -19,7 +19,7 @@ from experiments.soak import __main__ as soak
 from experiments.soak.checks import Asked, Violation
 from experiments.soak.comparison import compare, smallest_lead
 from experiments.soak.mechanisms import check_mechanisms, named_mechanisms, observe
-from experiments.soak.operations import OPERATIONS, abort, close_stream, submit
+from experiments.soak.operations import OPERATIONS, abort, submit
 from experiments.soak.users import SAMPLING, Users, reference_config
 from models import llama
 from models import params as parameters
@@ -96,8 +96,7 @@ def run(users: Users, steps=300, drain_every=100, operations=OPERATIONS):
 )
 def test_nothing_is_lost_in_a_cache_that_is_too_small(tokenizer, changes):
     users = make_users(tokenizer, config=replace(CONFIG, **changes))
-    often = OPERATIONS | {"close_stream": (0.05, close_stream)}
-    samples, steps, error = run(users, steps=500, operations=often)
+    samples, steps, error = run(users, steps=500)
     assert error is None and steps == 500
     numbers = soak.summary(users, samples, steps, error)
     # Every mechanism that the checks are about has happened.
@@ -358,6 +357,11 @@ def changed(config: EngineConfig, **options: Any) -> EngineConfig:
     return replace(config, policy_options=replace(config.policy_options, **options))
 
 
+PINNING = changed(
+    replace(DIFFKV, chunked_prefill=True, kv_cache_tokens=1000), pins=1, prompt_tile=8
+)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -369,6 +373,7 @@ def changed(config: EngineConfig, **options: Any) -> EngineConfig:
         (changed(LSERVE, dense_layers=2), "no selection of pages can happen"),
         (changed(LSERVE, local=96), "no move of a streaming window can happen .*--lserve_sink"),
         (changed(LSERVE, minference_from=8, minference_budget=96), "no sparsely prefilled prompt"),
+        (changed(PINNING, prompt_tile=32), r"no pin of a prefix .*a longer --max_model_len"),
         (replace(CONFIG, adapter_slots=6), r"no eviction .*more --adapters than --adapter_slots"),
     ],
 )
@@ -381,21 +386,24 @@ def test_each_policy_names_what_its_options_ask_for(tokenizer):
     def counts(config: EngineConfig) -> list[str]:
         return [each.count for each in named_mechanisms(make_users(tokenizer, config=config))]
 
+    users = ["ended_stop", "ended_abort", "closed", "refused", "compared"]
+    swaps = ["preemptions", "swapped_out", "swapped_in"]
     groups, prefixes = ["parallel_samples", "beam_searches"], ["cached_tokens", "pinned_prefixes"]
     assert counts(LSERVE) == [
-        "compared", "swapped_out", *groups, *prefixes, "selecting", "reusing", "streaming",
+        *users, *swaps, *groups, *prefixes, "selecting", "reusing", "streaming",
     ]  # fmt: skip
-    assert counts(changed(LSERVE, budget=4096))[6:] == ["streaming"]  # DuoAttention
-    assert counts(changed(LSERVE, **NO_GATES, reuse=1))[6:] == ["selecting"]  # Quest
-    assert counts(DIFFKV)[4:] == ["demoted", "dropped"]
+    assert counts(changed(LSERVE, budget=4096))[12:] == ["streaming"]  # DuoAttention
+    assert counts(changed(LSERVE, **NO_GATES, reuse=1))[12:] == ["selecting"]  # Quest
+    assert counts(DIFFKV) == [*users, *swaps, *groups, "demoted", "dropped"]
+    assert counts(PINNING)[10:] == ["pinned_prefixes", "demoted", "dropped"]
     streaming = {"gates": GATES, "streaming_share": 0.5, "sink": 4, "local": 8, "read_pages": 3}
-    assert counts(changed(DIFFKV, **streaming))[4:] == [
+    assert counts(changed(DIFFKV, **streaming))[10:] == [
         "demoted", "dropped", "streaming", "selecting",
     ]  # fmt: skip
-    assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[4:] == []  # INT8
+    assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[10:] == []  # INT8
     kivi = {"prompt_rule": "kivi", "generation_rule": "kivi", "key_group": 8, "window": 16}
-    assert counts(changed(DIFFKV, **kivi, top=""))[4:] == ["demoted"]
-    assert counts(replace(CONFIG, adapter_slots=2))[1:] == [
+    assert counts(changed(DIFFKV, **kivi, top=""))[10:] == ["demoted"]
+    assert counts(replace(CONFIG, adapter_slots=2))[5:] == [
         "preemptions", *groups, *prefixes, "adapters_evicted",
     ]  # fmt: skip
 
@@ -445,16 +453,16 @@ def program(*arguments: object) -> subprocess.CompletedProcess:
 def test_the_program_soaks_a_model_with_every_sampling_parameter(tiny_folder, tmp_path):
     done = program(
         f"--model={tiny_folder}", f"--output_dir={tmp_path}",
-        "--steps=80", "--drain_every=40", "--check_share=0.3", "--max_model_len=96",
+        "--steps=200", "--drain_every=100", "--check_share=0.3", "--max_model_len=96",
         "--kv_cache_tokens=176", "--max_num_seqs=8", "--max_num_batched_tokens=64",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "nothing lost" in done.stdout and "soaking" in done.stderr
     numbers = json.loads((tmp_path / "summary.json").read_text())
-    assert numbers["steps"] == 80 and numbers["compilations_after_warmup"] == 0
+    assert numbers["steps"] == 200 and numbers["compilations_after_warmup"] == 0
     assert numbers["compared"] > 3 and numbers["lost"] == numbers["mismatched"] == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["violation"] is None and report["flags"]["engine"]["max_model_len"] == 96
     assert report["versions"]["jax"]
-    assert (tmp_path / "samples.csv").read_text().count("\n") == 1 + 4
+    assert (tmp_path / "samples.csv").read_text().count("\n") == 1 + 5
     assert (tmp_path / "soak.png").stat().st_size > 10_000
