@@ -11,13 +11,11 @@ from matplotlib.figure import Figure
 
 from experiments import accuracy
 from experiments.lib import kept_answers, kv_held
-from experiments.lib.answers import ALL
 from experiments.lib.engines import engine_config, load_engine
 from experiments.lib.program import Refused
 from experiments.lib.shipped import ROOT
 from experiments.papers.diffkv import (
     equal_bytes,
-    equal_bytes_by_context,
     fig11_frontier,
     joint_frontier,
     streaming_shares,
@@ -276,19 +274,6 @@ def test_thresholds_are_written_for_the_policy_to_read(tmp_path):
 def test_a_front_has_no_point_that_another_beats():
     points = {"a": (1.0, 90.0), "b": (0.5, 90.0), "c": (0.2, 70.0), "d": (0.3, 60.0)}
     assert equal_bytes.front(points) == ["c", "b"]
-
-
-def test_each_length_has_values_of_its_own():
-    flags = equal_bytes.BytesFlags(**FLAGS | {"contexts": (256, 512)})
-    found = {"vllm": found_with([True] * 4), "diffkv": found_with([True, False], 0.3)}
-    short = rows_of(found)
-    long = [replace(row, context=512, score=row.score / 2) for row in short]
-    rows = [*short, *long, *(replace(row, task=ALL, context=0) for row in short)]
-    numbers = equal_bytes_by_context.values(flags, rows)
-    assert (numbers["right_diffkv_256"], numbers["right_diffkv_512"]) == (50, 25)
-    assert numbers["held_diffkv_512"] == 0.3 and numbers["held_vllm_512"] == 1.0
-    assert numbers["right_diffkv"] == 50
-    equal_bytes_by_context.draw(flags, Figure(), rows)
 
 
 def test_a_share_of_streaming_heads_drops_a_fifth_of_the_tokens():
