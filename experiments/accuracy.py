@@ -30,7 +30,7 @@ from experiments.lib.flags import loading
 from experiments.lib.presets import padded
 from experiments.lib.program import refusals
 from experiments.lib.typed_flags import ModelFlags, flag
-from experiments.papers.diffkv.kept_prompts import keep_prompts
+from experiments.policies import KEEP_PROMPTS
 from experiments.study import Run, Setting, Study, Values
 from experiments.tasks.files import MATCHES, Problems, read_problems
 from models import checkpoint, load_tokenizer
@@ -233,8 +233,8 @@ def answered[F: AccuracyFlags](
             engine = None if before else load_engine(config, **loading(flags))
         if engine and flags.pad_steps:
             engine = padded(engine)
-        if engine and flags.keep_prompts:
-            engine = keep_prompts(engine, run.shared / "prompts", made)
+        if engine and flags.keep_prompts and config.policy in KEEP_PROMPTS:
+            engine = KEEP_PROMPTS[config.policy](engine, run.shared / "prompts", made)
         found = Evaluation()
         for key, one in kept.items():
             if run.stopped():

@@ -1,7 +1,9 @@
-"""Registries by policy name: a policy's part of the soak, and of `experiments.gpu.compile_step`."""
+"""Registries by policy name: a policy's part of the soak, of `experiments.gpu.compile_step`, and of
+--keep_prompts (`experiments/accuracy.py`)."""
 
 from experiments.gpu.step_report import Compiled
 from experiments.papers.diffkv import compiled_step as diffkv_step
+from experiments.papers.diffkv import kept_prompts as diffkv_prompts
 from experiments.papers.diffkv import soaked as diffkv_soaked
 from experiments.papers.lserve import compiled_step as lserve_step
 from experiments.papers.lserve import soaked as lserve_soaked
@@ -14,3 +16,4 @@ COMPILED: dict[str, Compiled] = {
     "lserve": lserve_step.COMPILED,
     "diffkv": diffkv_step.COMPILED,
 }
+KEEP_PROMPTS = {"diffkv": diffkv_prompts.keep_prompts}
