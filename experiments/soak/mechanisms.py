@@ -52,7 +52,7 @@ def _of_engine(users: Users) -> list[Mechanism]:
     config, known, found = users.engine.config, users.engine.adapters.by_content.values(), []
     flags = "a smaller --kv_cache_tokens, or more time"
     found.append(Mechanism("preemptions", "no preemption", flags))
-    if config.preemption_mode == "swap":
+    if users.engine.scheduler.swaps(min(2, config.max_num_seqs)):
         found.append(Mechanism("swapped_out", "no swap to host memory", flags))
         found.append(Mechanism("swapped_in", "no swap back from host memory", flags))
     if config.max_num_seqs > 1:
@@ -65,7 +65,7 @@ def _of_engine(users: Users) -> list[Mechanism]:
         flags = "a smaller --page_size, or more time"
         found.append(Mechanism("cached_tokens", "no hit in the prefix cache", flags))
     if users.most_pins:
-        flags = "a longer --max_model_len, or fewer --interrupts"
+        flags = f"another --max_model_len: a third of it, {users.prefix_length} tokens, is pinned"
         found.append(Mechanism("pinned_prefixes", "no pin of a prefix", flags, users.can_pin))
     if config.adapter_slots:
         pages = sum(adapter.num_pages for adapter in known)

@@ -216,9 +216,15 @@ class Users:
         return replace(how, n=n, best_of=count, temperature=how.temperature or 1.0)
 
     @property
+    def prefix_length(self) -> int:
+        """Tokens of a prefix that requests share."""
+        return self._third
+
+    @property
     def can_pin(self) -> bool:
-        """Whether prefixes are long enough to be pinned."""
-        return self.engine.config.parts.pinned_tokens(self._third) > 0
+        """Whether prefixes have a length that can be pinned."""
+        can = self.engine.config.parts
+        return can.shares(self._third) and can.pinned_tokens(self._third) > 0
 
     def _tokens(self, rng: random.Random, n: int) -> list[int]:
         return rng.choices(self._ordinary, k=n)
@@ -400,12 +406,15 @@ class Users:
 
 
 def reference_config(config: EngineConfig) -> EngineConfig:
-    """The configuration for one request at a time: ample memory, no prefix caching, no running
+    """The configuration for one request at a time: ample memory, no shared prefixes, no running
     ahead."""
     most, longest = min(MOST_SEQUENCES, config.max_num_seqs), config.max_model_len
+    options: Any = config.policy_options
+    if config.parts.pins:
+        options = replace(options, pins=0)
     return replace(
         config, max_num_seqs=most, max_prefills_per_step=1, prefix_caching=False, run_ahead=False,
-        kv_cache_tokens=most * (longest + config.page_size), watermark=0.0,
+        kv_cache_tokens=most * (longest + config.page_size), watermark=0.0, policy_options=options,
     )  # fmt: skip
 
 

@@ -147,7 +147,7 @@ class Scheduler:
             sequence.computed = int(self.slots.computed[sequence.slot])
         # Even a host pool as large as the device's can be full: running groups grow into the memory
         # of swapped groups, and are then swapped out too.
-        if self._swaps(len(slots)) and self.policy.can_swap_out(slots):
+        if self.swaps(len(slots)) and self.policy.can_swap_out(slots):
             group.swapped = self.policy.swap_out(slots)
             for sequence in sequences:
                 self._release(sequence, Status.SWAPPED)
@@ -160,7 +160,7 @@ class Scheduler:
         group.num_preemptions += 1
         return group
 
-    def _swaps(self, num_sequences: int) -> bool:
+    def swaps(self, num_sequences: int) -> bool:
         """Whether a preempted group should be swapped out instead of recomputed (vLLM §4.5).
 
         'auto' recomputes if the policy cannot swap. It also recomputes a single sequence if all its

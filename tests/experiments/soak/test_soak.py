@@ -373,7 +373,15 @@ PINNING = changed(
         (changed(LSERVE, dense_layers=2), "no selection of pages can happen"),
         (changed(LSERVE, local=96), "no move of a streaming window can happen .*--lserve_sink"),
         (changed(LSERVE, minference_from=8, minference_budget=96), "no sparsely prefilled prompt"),
-        (changed(PINNING, prompt_tile=32), r"no pin of a prefix .*a longer --max_model_len"),
+        (changed(PINNING, prompt_tile=32), "no pin of a prefix .* a third of it, 32 tokens"),
+        (
+            changed(
+                replace(LSERVE, max_num_batched_tokens=128),
+                minference_from=32,
+                minference_budget=16,
+            ),
+            "no pin of a prefix .* a third of it, 32 tokens",
+        ),
         (replace(CONFIG, adapter_slots=6), r"no eviction .*more --adapters than --adapter_slots"),
     ],
 )
@@ -382,30 +390,33 @@ def test_what_cannot_happen_is_refused_before_it_is_soaked(tokenizer, config, me
         named_mechanisms(make_users(tokenizer, config=config))
 
 
-def test_each_policy_names_what_its_options_ask_for(tokenizer):
-    def counts(config: EngineConfig) -> list[str]:
-        return [each.count for each in named_mechanisms(make_users(tokenizer, config=config))]
+def test_flags_and_options_name_what_must_happen(tokenizer):
+    def named(config: EngineConfig) -> set[str]:
+        return {each.count for each in named_mechanisms(make_users(tokenizer, config=config))}
 
-    users = ["ended_stop", "ended_abort", "closed", "refused", "compared"]
-    swaps = ["preemptions", "swapped_out", "swapped_in"]
-    groups, prefixes = ["parallel_samples", "beam_searches"], ["cached_tokens", "pinned_prefixes"]
-    assert counts(LSERVE) == [
-        *users, *swaps, *groups, *prefixes, "selecting", "reusing", "streaming",
-    ]  # fmt: skip
-    assert counts(changed(LSERVE, budget=4096))[12:] == ["streaming"]  # DuoAttention
-    assert counts(changed(LSERVE, **NO_GATES, reuse=1))[12:] == ["selecting"]  # Quest
-    assert counts(DIFFKV) == [*users, *swaps, *groups, "demoted", "dropped"]
-    assert counts(PINNING)[10:] == ["pinned_prefixes", "demoted", "dropped"]
+    users = {"ended_stop", "ended_abort", "closed", "refused", "compared"}
+    groups, swaps = {"parallel_samples", "beam_searches"}, {"swapped_out", "swapped_in"}
+    prefixes = {"cached_tokens", "pinned_prefixes"}
+    always = users | groups | {"preemptions"}
+    assert named(replace(CONFIG, preemption_mode="recompute")) == always | prefixes
+    assert named(CONFIG) == always | prefixes | swaps
+    assert named(replace(CONFIG, max_num_seqs=1)) == users | prefixes | {"preemptions"}
+    assert named(replace(CONFIG, adapter_slots=2)) == named(CONFIG) | {"adapters_evicted"}
+    always |= swaps
+    selection = {"selecting", "reusing"}
+    assert named(LSERVE) == always | prefixes | selection | {"streaming"}
+    duo_attention, quest = changed(LSERVE, budget=4096), changed(LSERVE, **NO_GATES, reuse=1)
+    assert named(duo_attention) == always | prefixes | {"streaming"}
+    assert named(quest) == always | prefixes | {"selecting"}
+    compression = {"demoted", "dropped"}
+    assert named(DIFFKV) == named(replace(DIFFKV, preemption_mode="auto")) == always | compression
+    assert named(PINNING) == always | compression | {"pinned_prefixes"}
     streaming = {"gates": GATES, "streaming_share": 0.5, "sink": 4, "local": 8, "read_pages": 3}
-    assert counts(changed(DIFFKV, **streaming))[10:] == [
-        "demoted", "dropped", "streaming", "selecting",
-    ]  # fmt: skip
-    assert counts(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0))[10:] == []  # INT8
+    of_heads = {"streaming", "selecting"}
+    assert named(changed(DIFFKV, **streaming)) == always | compression | of_heads
+    assert named(changed(DIFFKV, alpha_h=0.0, alpha_l=0.0)) == always  # INT8
     kivi = {"prompt_rule": "kivi", "generation_rule": "kivi", "key_group": 8, "window": 16}
-    assert counts(changed(DIFFKV, **kivi, top=""))[10:] == ["demoted"]
-    assert counts(replace(CONFIG, adapter_slots=2))[5:] == [
-        "preemptions", *groups, *prefixes, "adapters_evicted",
-    ]  # fmt: skip
+    assert named(changed(DIFFKV, **kivi, top="")) == always | {"demoted"}
 
 
 @pytest.mark.parametrize("changes", [{"kv_cache_tokens": 4000}, {}])
@@ -422,14 +433,15 @@ def test_what_has_not_happened_ends_a_soak(tokenizer, changes):
     assert "no preemption happened: needs a smaller --kv_cache_tokens" in str(missing)
 
 
-@pytest.mark.slow  # compiles two policies
+@pytest.mark.slow  # compiles three policies
 @pytest.mark.parametrize(
     "config",
     [
         LSERVE,
         changed(DIFFKV, gates=GATES, streaming_share=0.5, sink=4, local=8, read_pages=3),
+        PINNING,
     ],
-    ids=["lserve", "diffkv"],
+    ids=["lserve", "diffkv", "diffkv_pins"],
 )
 def test_the_device_shows_what_has_happened(tokenizer, config):
     params = parameters.init(llama.declare(TINY), jax.random.key(0))
@@ -440,6 +452,8 @@ def test_the_device_shows_what_has_happened(tokenizer, config):
     assert not any(users.counts[name] for name in of_policy)
     assert run(users, steps=100)[2] is None
     assert all(users.counts[name] > 0 for name in of_policy)
+    assert users.counts["pinned_prefixes"] == users.most_pins
+    assert not users.most_pins or users.counts["cached_tokens"] > 0
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess:
