@@ -76,7 +76,7 @@ STUDY = accuracy.study(
     quick=accuracy.QUICK
     | {"num_prompts": 1, "tasks": ("cot_long", "cot_32"), "quest_budget": 256},
     full=accuracy.LONG_CHAINS | {"quest_budget": 512},
-    minutes=(2, 70),
+    minutes=(2, 90),
     needs=benchmarks.NEEDS,
     command=f"python -m experiments.papers.diffkv.table3_thinking --model={MODEL} --dtype=bfloat16 "
     "--problems=math.jsonl,gpqa.jsonl,aime24.jsonl --match=contains --contexts=32768 "
