@@ -50,22 +50,25 @@ def observe(users: Users) -> None:
 
 def _of_engine(users: Users) -> list[Mechanism]:
     config, known, found = users.engine.config, users.engine.adapters.by_content.values(), []
-    flags = "a smaller --kv_cache_tokens, or more time"
-    found.append(Mechanism("preemptions", "no preemption", flags))
-    if users.engine.scheduler.swaps(min(2, config.max_num_seqs)):
-        found.append(Mechanism("swapped_out", "no swap to host memory", flags))
-        found.append(Mechanism("swapped_in", "no swap back from host memory", flags))
-    if config.max_num_seqs > 1:
+    if config.max_num_seqs > 1:  # else nothing is preempted
+        flags = "a smaller --kv_cache_tokens, or more time"
+        found.append(Mechanism("preemptions", "no preemption", flags))
+        if users.engine.scheduler.swaps(2):
+            found.append(Mechanism("swapped_out", "no swap to host memory", flags))
+            found.append(Mechanism("swapped_in", "no swap back from host memory", flags))
         flags = "a larger --kv_cache_tokens, or more time"
         found += [
             Mechanism("parallel_samples", "no request of several samples", flags),
             Mechanism("beam_searches", "no beam search", flags),
         ]
-    if config.prefix_caching:
+    if config.prefix_caching or users.most_pins:
         flags = "a smaller --page_size, or more time"
-        found.append(Mechanism("cached_tokens", "no hit in the prefix cache", flags))
+        found.append(Mechanism("cached_tokens", "no request that shares a prefix", flags))
     if users.most_pins:
-        flags = f"another --max_model_len: a third of it, {users.prefix_length} tokens, is pinned"
+        flags = (
+            f"another --max_model_len, of which a third, {users.prefix_length} tokens, is pinned, "
+            "or other options of the policy"
+        )
         found.append(Mechanism("pinned_prefixes", "no pin of a prefix", flags, users.can_pin))
     if config.adapter_slots:
         pages = sum(adapter.num_pages for adapter in known)
